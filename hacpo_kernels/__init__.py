@@ -1,0 +1,22 @@
+"""Fused kernels from logits to the HACPO loss and its gradient.
+
+HACPO (arXiv 2603.02604) lets agents learn from each other's scored responses. This package knows tensors only: no
+tokenizer, model, trainer or process group. It imports without a GPU and without Triton.
+"""
+
+from .logprob import token_logprobs
+from .loss import hacpo_loss, hacpo_loss_from_logprobs
+from .padded import HACPOLoss
+from .types import HACPOConfig, LossOutput, SequenceBatch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HACPOConfig",
+    "HACPOLoss",
+    "LossOutput",
+    "SequenceBatch",
+    "hacpo_loss",
+    "hacpo_loss_from_logprobs",
+    "token_logprobs",
+]
