@@ -25,12 +25,11 @@ setup(
         "numpy",
         "transformers>=5.0,<6",
         "accelerate",
-        "datasets",
         "reasoning-gym>=0.1.25",
         "pydantic>=2.11",
         "rich>=13",
         "matplotlib",
-        "tensorboard",
+        "tomli-w",
     ],
     extras_require={
         "flash-attn": ["flash-attn"],

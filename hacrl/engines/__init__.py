@@ -1,0 +1,1 @@
+"""Engines: from prompts to sampled responses."""

@@ -1,0 +1,168 @@
+"""A causal language model whose head computes log-probabilities, or the HACPO loss, in place of returning logits.
+
+The head's weight is read inside `lm_head`'s own forward, patched on the instance: whatever wraps the module (sharding,
+gathering, adapters, tied embeddings) has made the weight whole there, and nowhere else reliably.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hacpo_kernels import HACPOConfig, LossOutput, SequenceBatch, hacpo_loss, token_logprobs
+
+from .batching import TokenBatch
+
+Consumer = Callable[[Tensor], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class HeadTransform:
+    """What a model does to the product of hidden states and head weight: scale, then softcap."""
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> HeadTransform:
+        """Read from a transformers configuration."""
+        scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
+        scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
+        scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+        cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+        return cls(scale, float(cap) if cap else None)
+
+
+def apply_fused_head(model: Any) -> HeadTransform:
+    """Lets `model(..., fused=consumer, rows=rows)` hand the logits of some positions to `consumer`.
+
+    Without `fused` the model's forward is what it was, so `generate`, `save_pretrained` and other callers see no
+    difference. With it, the trunk runs, the hidden states at `rows` ((N,) indices into the flattened (B * T) positions)
+    go through the head inside `lm_head`'s own call, and what `consumer` makes of the (N, V) logits is returned.
+
+    Returns:
+        The scale and softcap that the model applies to its logits, checked against the model's own forward.
+
+    Raises:
+        TypeError: the model has no output embeddings. ValueError: its logits are not scale and softcap of the head's
+            product, so that the loss would belong to another distribution; or a fused head is there already.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise TypeError(f"apply_fused_head: {type(model).__name__} has no output embeddings (lm_head).")
+    if getattr(model, "_fused_head", None) is not None:
+        raise ValueError(f"apply_fused_head: this {type(model).__name__} has a fused head already.")
+    head_forward, model_forward = head.forward, model.forward
+
+    @functools.wraps(head_forward)
+    def fused_head_forward(hidden: Tensor, *args: Any, fused: Consumer | None = None, **kwargs: Any) -> Any:
+        logits = head_forward(hidden, *args, **kwargs)
+        return logits if fused is None else fused(logits)
+
+    @functools.wraps(model_forward)
+    def fused_forward(*args: Any, fused: Consumer | None = None, rows: Tensor | None = None, **kwargs: Any) -> Any:
+        if fused is None:
+            return model_forward(*args, **kwargs)
+        hidden = model.base_model(*args, **kwargs, use_cache=False).last_hidden_state
+        return head(hidden.reshape(-1, hidden.shape[-1])[rows], fused=fused)
+
+    head.forward, model.forward = fused_head_forward, fused_forward
+    transform = HeadTransform.of(model.config.get_text_config())
+    model._fused_head = transform
+    _check_against_forward(model, transform)
+    return transform
+
+
+@torch.no_grad()
+def _check_against_forward(model: Any, transform: HeadTransform) -> None:
+    """The log-probabilities through the fused head are those of the model's own logits."""
+    device = next(model.parameters()).device
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    ids = (torch.arange(1, 5, device=device) % vocab_size).unsqueeze(0)
+    training = model.training
+    model.eval()
+    try:
+        logits = model(input_ids=ids).logits[0]
+        own = torch.log_softmax(logits.float(), -1).gather(-1, ids[0].unsqueeze(-1)).squeeze(-1)
+
+        def score(logits: Tensor) -> dict[str, Tensor]:
+            scored = token_logprobs(logits, ids[0], logit_scale=transform.logit_scale, softcap=transform.softcap)
+            assert isinstance(scored, Tensor)
+            return {"logprobs": scored}
+
+        fused = model(input_ids=ids, fused=score, rows=torch.arange(4, device=device))["logprobs"]
+    finally:
+        model.train(training)
+    # low precision: the model may round its logits after scaling them
+    tolerance = 1e-4 if logits.dtype == torch.float32 else 5e-2
+    if not torch.allclose(own, fused, rtol=tolerance, atol=tolerance):
+        raise ValueError(
+            f"apply_fused_head: {type(model).__name__} (model_type {model.config.model_type!r}) does more to its logits "
+            f"than scale and softcap: its own log-probabilities are {own.tolist()}, through the head {fused.tolist()}."
+        )
+
+
+class Policy:
+    """A model with a fused head, and the two things that training asks of it."""
+
+    def __init__(self, model: Any, temperature: float) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.transform = apply_fused_head(model)
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """(N,) float32 log-probabilities of the response tokens, at the sampling temperature; differentiable."""
+
+        def score(logits: Tensor) -> dict[str, Tensor]:
+            scored = token_logprobs(logits, batch.target_ids, **self._transform())
+            assert isinstance(scored, Tensor)
+            return {"logprobs": scored}
+
+        return self._forward(batch, score)["logprobs"]
+
+    def loss(
+        self,
+        batch: TokenBatch,
+        sequences: SequenceBatch,
+        config: HACPOConfig,
+        *,
+        update_index: int,
+        num_sequences: int,
+        num_self_sequences: int,
+    ) -> LossOutput:
+        """The HACPO loss of one micro-batch; its backward reaches the whole model."""
+        kept: list[LossOutput] = []
+
+        def consume(logits: Tensor) -> dict[str, Tensor]:
+            out = hacpo_loss(
+                logits, batch.target_ids, sequences, config, update_index=update_index, num_sequences=num_sequences,
+                num_self_sequences=num_self_sequences, **self._transform(),
+            )  # fmt: skip
+            kept.append(out)
+            return {"loss": out.loss}
+
+        loss = self._forward(batch, consume)["loss"]
+        (out,) = kept
+        return LossOutput(loss, out.logprobs, out.ratios, out.live, out.metrics)
+
+    def _transform(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "logit_scale": self.transform.logit_scale,
+            "softcap": self.transform.softcap,
+        }
+
+    def _forward(self, batch: TokenBatch, consumer: Consumer) -> dict[str, Tensor]:
+        result: dict[str, Tensor] = self.model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            fused=consumer,
+            rows=batch.rows,
+        )
+        return result
