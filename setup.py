@@ -11,7 +11,7 @@ version = re.search(r'__version__ = "(.+?)"', (root / "hacpo_kernels" / "__init_
 setup(
     name="hacrl",
     version=version,
-    description="Collaborative reinforcement learning for LLMs: fused HACPO loss kernels and a thin multi-agent trainer",
+    description="Collaborative RL for LLMs: fused HACPO loss kernels and a thin multi-agent trainer",
     long_description=(root / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -5,8 +5,8 @@
 Every kernel is compiled ahead of time for sm_80, sm_90, sm_100 and gfx942. The table gives registers, spills (bytes of
 local or scratch memory), the widest and the narrowest access to the logits in bits, shared memory and threads. The
 `V` column says how the rows lie: "aligned" rows start on 16 bytes (V divisible by 16, as the vocabularies of most
-models are); "odd" rows do not (V = 50257, or a vocabulary to which a token was added). Blocks of an odd row begin on the
-16-byte boundary before it, so that only the blocks at its two ends use narrow accesses.
+models are); "odd" rows do not (V = 50257, or a vocabulary to which a token was added). Blocks of an odd row begin on
+the 16-byte boundary before it, so that only the blocks at its two ends use narrow accesses.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _sequence_variant(label: str, *, token: bool, kl: bool, cross: bool) -> Vari
     pointers |= {"mask_ptr": "*i1", "cu_seqlens_ptr": "*i64", "is_cross_ptr": "*i1", "lengths_ptr": "*i64"}
     pointers |= {"live_ptr": "*i8", "clipped_ptr": "*i8"}
     scalars = ("alpha", "cross_low", "cross_high", "epsilon_low", "epsilon_high", "beta")
-    signature = pointers | {"N": "i32"} | {name: "fp32" for name in scalars}
+    signature = pointers | {"N": "i32"} | dict.fromkeys(scalars, "fp32")
     constants: dict[str, Any] = {
         "HAS_MASK": True, "HAS_WEIGHTS": cross, "HAS_CROSS": cross, "HAS_LENGTHS": True, "HAS_KL": kl,
         "TOKEN_RATIO": token, "CROSS_RULE": 2 if cross else 0, "BLOCK_N": triton_ops.SEQUENCE_BLOCK,
@@ -139,7 +139,7 @@ def compile_variant(variant: Variant, target: str) -> Report:
     compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": variant.warps})
     reads_logits = variant.rows != "-"
     text, registers, spills = _read_nvidia(compiled) if target.startswith("sm") else _read_amd(compiled)
-    loads, stores = (_widths(text, target, variant) if reads_logits else ((0, 0), (0, 0)))
+    loads, stores = _widths(text, target, variant) if reads_logits else ((0, 0), (0, 0))
     return Report(
         kernel=variant.kernel.strip("_").removesuffix("_kernel"),
         variant=variant.label,
@@ -164,7 +164,9 @@ def _read_nvidia(compiled: Any) -> tuple[str, int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
         sass = subprocess.run([_tool("nvdisasm"), file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+).*? LOCAL:(\d+)", usage.stdout + usage.stderr)
     assert found is not None, usage.stdout
@@ -194,12 +196,16 @@ def _widths(text: str, target: str, variant: Variant) -> tuple[tuple[int, int], 
     """
     if target.startswith("sm"):
         sizes = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "": 32, "64": 64, "128": 128, "256": 256}
-        loads = [sizes[m] for m in re.findall(r"\bLDG\.E(?:\.EF|\.EL|\.CONSTANT|\.STRONG)*\.?(U8|S8|U16|S16|64|128|256|)", text)]
+        loads = [
+            sizes[m]
+            for m in re.findall(r"\bLDG\.E(?:\.EF|\.EL|\.CONSTANT|\.STRONG)*\.?(U8|S8|U16|S16|64|128|256|)", text)
+        ]
         stores = [sizes[m] for m in re.findall(r"\bSTG\.E(?:\.EF|\.EL|\.STRONG)*\.?(U8|S8|U16|S16|64|128|256|)", text)]
     else:
         names = {"ubyte": 8, "byte": 8, "ushort": 16, "short": 16, "short_d16": 16, "short_d16_hi": 16, "dword": 32,
                  "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}  # fmt: skip
-        pattern = r"\b(?:global|buffer|flat)_{}_(ubyte|byte|ushort|short_d16_hi|short_d16|short|dwordx4|dwordx3|dwordx2|dword)\b"
+        kinds = "|".join(sorted(names, key=len, reverse=True))
+        pattern = r"\b(?:global|buffer|flat)_{}_(" + kinds + r")\b"
         loads = [names[m] for m in re.findall(pattern.format("load"), text)]
         stores = [names[m] for m in re.findall(pattern.format("store"), text)]
     result = []
@@ -223,7 +229,9 @@ def reports(targets: list[str]) -> list[Report]:
 
 
 def table(rows: list[Report]) -> str:
-    header = f"{'kernel':<14}{'variant':<24}{'V':<9}{'target':<8}{'regs':>5}{'spills':>8}{'load':>10}{'store':>10}{'shared':>8}{'threads':>9}{'offsets':>9}"
+    columns = (("kernel", -14), ("variant", -24), ("V", -9), ("target", -8), ("regs", 5), ("spills", 8), ("load", 10),
+               ("store", 10), ("shared", 8), ("threads", 9), ("offsets", 9))  # fmt: skip
+    header = "".join(f"{name:<{-width}}" if width < 0 else f"{name:>{width}}" for name, width in columns)
     lines = [header, "-" * len(header)]
     for r in rows:
         load, store = (f"{low}-{high}" if low != high else f"{high}" for low, high in (r.load_bits, r.store_bits))

@@ -70,6 +70,7 @@ def check_target_ids(where: str, target_ids: Tensor, vocab_size: int, counts: Te
     """Every counted id lies in [0, V). `counts` is a bool mask of the same shape, None when all count."""
     if not values_are_checked(target_ids):
         return
+    target_ids = target_ids.long()  # V need not fit the narrow dtype that the ids came in
     wrong = (target_ids < 0) | (target_ids >= vocab_size)
     if counts is not None:
         wrong &= counts

@@ -160,7 +160,7 @@ def token_logprobs(
     where = "token_logprobs"
     logits, target_ids = check_logits(where, logits, target_ids)
     transform = check_transform(where, temperature, logit_scale, softcap, tuple(logits.shape[:1]))
-    counts = target_ids != IGNORED_ID
+    counts = target_ids.long() != IGNORED_ID  # in uint8, -100 would compare equal to 156
     check_target_ids(where, target_ids, logits.shape[-1], counts)
     params = LogprobParams(
         get_backend(where, backend, logits.device), row_temperature(transform, logits, None), entropy

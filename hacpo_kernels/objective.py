@@ -5,7 +5,7 @@ a sequence, L the divisor of the learner's sum (n, or `SequenceBatch.lengths`), 
 
     log s = clamp(sum(logp) / L - source_mean, -10, 10)                                      gradient 0 outside
     self:   J = min(s * A, clamp(s, 1 - epsilon_low, 1 + epsilon_high) * A)
-            dJ/dlogp_t = A * s / L                      if (A > 0, s <= 1 + epsilon_high) or (A < 0, s >= 1 - epsilon_low)
+            dJ/dlogp_t = A * s / L            if (A > 0, s <= 1 + epsilon_high) or (A < 0, s >= 1 - epsilon_low)
     cross:  c = clamp(s, low_u, cross_clip_high),  J = c * sg(c)**alpha * omega * A
             dJ/dlogp_t = omega * A * s**(1 + alpha) / L if low_u <= s <= cross_clip_high
     loss = -sum(J) / num_sequences + beta * sum(KL over self) / num_self_sequences
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_number
+from .checks import check_number, values_are_checked
 from .types import HACPOConfig, SequenceBatch
 
 LOG_RATIO_LIMIT = 10.0
@@ -62,13 +62,16 @@ def normalizers(
         elif isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"{where}: {name} must be a number or one element, got shape {tuple(value.shape)}.")
-            result.append(value.detach().reshape(()).to(device=device, dtype=dtype))
+            if values_are_checked(value):
+                check_number(where, name, value.item(), minimum=0.0, exclusive=name == "num_sequences")
+            number = value.detach().reshape(()).to(device=device, dtype=dtype)
+            result.append(number.masked_fill(number == 0, 1.0) if name == "num_self_sequences" else number)
         elif name == "num_self_sequences" and isinstance(value, numbers.Real) and value == 0:
-            # an update without self sequences has no KL term; 1 keeps 0 / 0 out of it
+            # an update without self sequences has no KL term; 1 keeps 0 / 0 out of it, also for a tensor above
             result.append(torch.ones((), device=device, dtype=dtype))
         else:
-            number = check_number(where, name, value, minimum=0.0, exclusive=True)
-            result.append(torch.full((), number, device=device, dtype=dtype))
+            checked = check_number(where, name, value, minimum=0.0, exclusive=True)
+            result.append(torch.full((), checked, device=device, dtype=dtype))
     return torch.stack(result)
 
 
@@ -107,13 +110,17 @@ def sequence_terms(
     token_counts = counts.clamp(min=1).double()
     token_logprobs = torch.where(counted, logprobs, 0.0).double()
 
-    log_ratio = _segment_sum(token_logprobs, sequences.cu_seqlens) / divisors - read(sequences.source_mean_logprobs, 0.0)
+    log_ratio = _segment_sum(token_logprobs, sequences.cu_seqlens) / divisors - read(
+        sequences.source_mean_logprobs, 0.0
+    )
     log_ratio = torch.where(non_empty, log_ratio, 0.0)
     ratios = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     outside = torch.where(log_ratio.abs() > LOG_RATIO_LIMIT, log_ratio.sign(), 0.0)
 
     if config.ratio == "token":
-        per_token, objectives, clipped, live = _token_rule(token_logprobs, counted, owner, advantages, sequences, config)
+        per_token, objectives, clipped, live = _token_rule(
+            token_logprobs, counted, owner, advantages, sequences, config
+        )
         objectives = objectives / token_counts
         coefficients = per_token / token_counts[owner] if size else per_token
     else:
@@ -126,7 +133,7 @@ def sequence_terms(
         objectives = torch.where(by_cross_rule, cross[0], objectives)
         coefficients = torch.where(by_cross_rule[owner], (cross[1] / divisors)[owner], coefficients)
         clipped = torch.where(by_cross_rule, cross[2], clipped)
-        live = torch.where(by_cross_rule, (cross[2] == 0) & (advantages != 0), live)
+        live = torch.where(by_cross_rule, (cross[2] == 0) & (advantages * weights != 0), live)
     elif config.cross == "none" and sequences.is_cross is not None and size:
         # values are not looked at on an accelerator, so a cross sequence can arrive here: it has no say
         objectives = torch.where(is_cross, 0.0, objectives)

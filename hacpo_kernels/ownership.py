@@ -8,8 +8,10 @@ understand, it takes for a holder.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ def _holder_counts(tensor: Tensor) -> tuple[int, int, int]:
     return (
         sys.getrefcount(tensor),
         tensor._use_count(),  # type: ignore[attr-defined]
-        torch._C._storage_Use_Count(storage._cdata),  # type: ignore[attr-defined]
+        torch._C._storage_Use_Count(storage._cdata),
     )
 
 
@@ -49,18 +51,22 @@ def sole_owner_counts() -> tuple[int, int, int] | None:
     Call it in a forward pass before relying on `may_overwrite`: measuring runs a small backward of its own.
     """
     record: list[tuple[int, int, int]] = []
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            leaf = torch.zeros(2, requires_grad=True)
-            _Probe.apply(leaf * 1.0, record).backward()
-        _graph_is_kept()
-    except (AttributeError, RuntimeError):
-        return None
-    return record[0]
+
+    def measure() -> None:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            _graph_is_kept()
+            _Probe.apply(torch.zeros(2, requires_grad=True) * 1.0, record).backward()
+
+    # Hooks on saved tensors (activation checkpointing, offloading), dispatch modes and inference mode belong to a
+    # thread. In a new one the measurement neither sees them nor is seen by them.
+    thread = threading.Thread(target=measure)
+    thread.start()
+    thread.join()
+    return record[0] if record else None
 
 
 def _graph_is_kept() -> bool:
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def may_overwrite(tensor: Tensor) -> bool:

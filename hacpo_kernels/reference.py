@@ -6,6 +6,7 @@ finds the gradient. Nothing at run time imports it.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +59,11 @@ def reference_loss_from_logprobs(
     low = min(config.cross_clip_low + update_index * config.cross_clip_step, config.cross_clip_high)
     high = config.cross_clip_high
     objectives, divergences, ratios, self_count, count = [], [], [], 0, 0
-    zero = logprobs.double().sum() * 0.0 if bool(torch.isfinite(logprobs).all()) else torch.zeros((), dtype=torch.float64)
+    zero = (
+        logprobs.double().sum() * 0.0 if bool(torch.isfinite(logprobs).all()) else torch.zeros((), dtype=torch.float64)
+    )
     boundaries = sequences.cu_seqlens.tolist()
-    for index, (start, end) in enumerate(zip(boundaries[:-1], boundaries[1:], strict=True)):
+    for index, (start, end) in enumerate(itertools.pairwise(boundaries)):
         keep = torch.arange(start, end)
         if sequences.loss_mask is not None:
             keep = keep[sequences.loss_mask[start:end].bool()]
@@ -80,7 +83,8 @@ def reference_loss_from_logprobs(
             objectives.append(zero)
         elif is_cross and config.cross == "hacpo":
             weight = 1.0 if sequences.weights is None else sequences.weights[index].double()
-            clipped = torch.clamp(ratio, low, high)
+            # closed bounds leave a constant: a ratio that happens to lie on them is dead like every other
+            clipped = torch.clamp(ratio if low < high - 1e-9 else ratio.detach(), low, high)
             objectives.append(clipped * clipped.detach() ** config.alpha * weight * advantage)
         else:
             if config.ratio == "token":

@@ -41,8 +41,9 @@ class HACPOConfig:
         cross_clip_high: upper bound of the cross ratio.
         epsilon_low, epsilon_high: clip radii of the self ratio, epsilon_low in [0, 1), epsilon_high >= 0.
         beta: weight of the KL term on self sequences (k3 estimator), >= 0.
-        ratio: "sequence" or "token": the ratio of the sequences under the self rule. "token" is GRPO's per-token
-            ratio and needs `SequenceBatch.old_logprobs`; cross sequences under the "hacpo" rule keep the sequence ratio.
+        ratio: "sequence" or "token": the ratio of the sequences under the self rule. "token" is GRPO's ratio
+            per token and needs `SequenceBatch.old_logprobs`; cross sequences under the "hacpo" rule keep the sequence
+            ratio.
         cross: what happens to cross sequences: "hacpo" (the rule above), "self" (naive sharing: the self rule, weight
             1) or "none" (they are refused: GSPO and GRPO learn from their own sequences only).
 
@@ -104,7 +105,7 @@ class HACPOConfig:
         return (self.cross_clip_high if low > self.cross_clip_high - 1e-9 else low), self.cross_clip_high
 
     def cross_closes_at(self) -> int | None:
-        """The first update index at which low_u reaches the upper bound and every cross sequence is dead; None: never."""
+        """The first update index at which low_u reaches the upper bound, so that cross is dead; None: never."""
         if self.cross != "hacpo":
             return None
         if self.cross_bounds(0)[0] >= self.cross_clip_high:
@@ -245,8 +246,8 @@ class SequenceBatch:
             count = int(self.is_cross.sum())
             if count:
                 raise ValueError(
-                    f"{where}: config.cross = 'none' (GSPO, GRPO) takes self sequences only, got {count} cross sequences. "
-                    "Drop them, or use HACPOConfig() or HACPOConfig.naive()."
+                    f"{where}: config.cross = 'none' (GSPO, GRPO) takes self sequences only, got {count} cross "
+                    "sequences. Drop them, or use HACPOConfig() or HACPOConfig.naive()."
                 )
 
     def cross_mask(self) -> Tensor:

@@ -35,7 +35,9 @@ def resolve_model(name: str, field: str = "model") -> str:
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{field}: the folder {name} holds no config.json; a model in Hugging Face format has one.")
+            raise ConfigError(
+                f"{field}: the folder {name} holds no config.json; a model in Hugging Face format has one."
+            )
         return str(path)
     # a hub name is "name" or "owner/name": everything else can only have been meant as a path
     if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
@@ -95,8 +97,8 @@ class Agent:
             self.end_ids = (int(self.tokenizer.eos_token_id),)
         if not self.end_ids:
             raise ConfigError(
-                f"agents.{name}.model: {config.model!r} has no end token, neither in its generation configuration nor in "
-                "its tokenizer: responses could not end."
+                f"agents.{name}.model: {config.model!r} has no end token, neither in its generation configuration "
+                "nor in its tokenizer: responses could not end."
             )
         self.reference: Policy | None = None
         if with_reference:

@@ -129,22 +129,23 @@ def reaches_model(sample: Sample, beta: float) -> bool:
     return sample.advantage != 0 or (beta > 0 and not sample.is_cross)
 
 
-def to_tensors(samples: Sequence[Sample], device: torch.device) -> tuple[TokenBatch, SequenceBatch]:
-    """A micro-batch as the model and the loss take it."""
+def to_tensors(
+    samples: Sequence[Sample], device: torch.device, *, with_ref: bool = False, with_old: bool = False
+) -> tuple[TokenBatch, SequenceBatch]:
+    """A micro-batch as the model and the loss take it, with the per-token log-probabilities that the loss needs.
+
+    Cross samples have none, and the loss does not read them there: zeros stand in, also when all samples are cross.
+    """
     batch = TokenBatch.build([(sample.prompt_ids, sample.response_ids) for sample in samples], device)
 
     def numbers(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    def per_token(name: str) -> Tensor | None:
-        """The field of all tokens; cross samples have none and are not read: zeros stand in for them."""
-        values = [getattr(sample, name) for sample in samples]
-        if all(value is None for value in values):
-            return None
-        filled = [
-            torch.zeros(len(sample.response_ids)) if value is None else value
-            for sample, value in zip(samples, values, strict=True)
-        ]
+    def per_token(values: list[Tensor | None]) -> Tensor:
+        filled = []
+        for sample, value in zip(samples, values, strict=True):
+            assert value is not None or sample.is_cross
+            filled.append(torch.zeros(len(sample.response_ids)) if value is None else value)
         return torch.cat(filled).to(device=device, dtype=torch.float32)
 
     sequences = SequenceBatch(
@@ -154,7 +155,7 @@ def to_tensors(samples: Sequence[Sample], device: torch.device) -> tuple[TokenBa
         weights=numbers([sample.weight for sample in samples]),
         is_cross=torch.tensor([sample.is_cross for sample in samples], device=device),
         lengths=torch.tensor([sample.length for sample in samples], device=device),
-        ref_logprobs=per_token("ref_logprobs"),
-        old_logprobs=per_token("old_logprobs"),
+        ref_logprobs=per_token([sample.ref_logprobs for sample in samples]) if with_ref else None,
+        old_logprobs=per_token([sample.old_logprobs for sample in samples]) if with_old else None,
     )
     return batch, sequences

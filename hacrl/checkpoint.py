@@ -19,6 +19,7 @@ from .trainer import Trainer
 
 _PREFIX = "step-"
 _STATE = "state.json"
+_MAY_CHANGE = ("checkpoint", "evaluation", "threads")  # they do not change what is learned
 
 
 def _folders(root: Path) -> list[Path]:
@@ -68,11 +69,13 @@ def load(trainer: Trainer, folder: Path) -> None:
     """
     state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     current = trainer.config.model_dump(mode="json", exclude={"output", "steps"})
-    changed = [name for name in current if _without_schedule(name, state["config"].get(name)) != _without_schedule(name, current[name])]
+    changed = [
+        name for name, value in current.items() if name not in _MAY_CHANGE and state["config"].get(name) != value
+    ]
     if changed:
         raise ValueError(
-            f"load: the checkpoint {folder} was made with other settings of {', '.join(sorted(changed))}; resume with the "
-            "run's own config.toml, or start a new run."
+            f"load: the checkpoint {folder} was made with other settings of {', '.join(sorted(changed))}; resume with "
+            "the run's own config.toml, or start a new run."
         )
     for name, agent in trainer.agents.items():
         model, optimizer = get_state_dict(agent.model, agent.optimizer)
@@ -89,8 +92,3 @@ def load(trainer: Trainer, folder: Path) -> None:
         agent.updates = int(state["updates"][name])
     trainer.capability.load_state_dict(state["capability"])
     trainer.step_index = int(state["step"])
-
-
-def _without_schedule(name: str, value: Any) -> Any:
-    """Sections that do not change the result may change on resuming."""
-    return None if name in ("checkpoint", "evaluation", "threads") else value

@@ -32,7 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("recipe", help="a .toml file or the name of a recipe: it gives task and sampling settings")
     evaluate.add_argument("models", nargs="+", help="folders in Hugging Face format, hub names, or tiny:NAME")
-    evaluate.add_argument("--samples", type=int, default=0, help="also sample N responses a problem: avg@N, best@N, pass@1")
+    evaluate.add_argument(
+        "--samples", type=int, default=0, help="also sample N responses a problem: avg@N, best@N, pass@1"
+    )
     plot = commands.add_parser("plot", help="learning curves of one or more run folders")
     plot.add_argument("runs", nargs="+", type=Path)
     plot.add_argument("--to", type=Path, help="figure file (default: plots/learning_curves.png of the first run)")

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from hacpo_kernels import HACPOConfig
 
@@ -73,22 +85,21 @@ class ObjectiveConfig(_Section):
 
     def build(self) -> HACPOConfig:
         """The objective of the kernels."""
-        epsilons = {
-            name: value
-            for name, value in (("epsilon_low", self.epsilon_low), ("epsilon_high", self.epsilon_high))
-            if value is not None
-        }
-        if self.method == "hacpo":
-            return HACPOConfig(
+        presets = {
+            "hacpo": HACPOConfig(
                 alpha=self.alpha,
                 cross_clip_low=self.cross_clip_low,
                 cross_clip_step=self.cross_clip_step,
                 cross_clip_high=self.cross_clip_high,
-                beta=self.beta,
-                **epsilons,
-            )
-        preset = {"gspo": HACPOConfig.gspo, "grpo": HACPOConfig.grpo, "naive": HACPOConfig.naive}[self.method]
-        return preset(beta=self.beta, **epsilons)
+            ),
+            "gspo": HACPOConfig.gspo(),
+            "grpo": HACPOConfig.grpo(),
+            "naive": HACPOConfig.naive(),
+        }
+        preset = presets[self.method]
+        low = preset.epsilon_low if self.epsilon_low is None else self.epsilon_low
+        high = preset.epsilon_high if self.epsilon_high is None else self.epsilon_high
+        return dataclasses.replace(preset, epsilon_low=low, epsilon_high=high, beta=self.beta)
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveConfig:
@@ -155,21 +166,23 @@ class RunConfig(_Section):
     device: str = Field("auto", description="auto: cuda when there is one, else cpu")
     task: TaskConfig
     agents: dict[str, AgentConfig]
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
-    capability: CapabilityConfig = Field(default_factory=CapabilityConfig)
-    update: UpdateConfig = Field(default_factory=UpdateConfig)
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    sampling: SamplingConfig = SamplingConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    capability: CapabilityConfig = CapabilityConfig()
+    update: UpdateConfig = UpdateConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @field_validator("agents")
     @classmethod
     def _check_agents(cls, agents: dict[str, AgentConfig]) -> dict[str, AgentConfig]:
         if not agents:
             raise ValueError("there must be at least one agent")
-        wrong = [name for name in agents if not name or not all(c.isalnum() or c in "-_." for c in name) or name[0] == "."]
+        wrong = [name for name in agents if not re.fullmatch(r"[A-Za-z0-9_-]+", name)]
         if wrong:
-            raise ValueError(f"an agent's name is also the name of its folder: letters, digits, - _ . only, got {wrong}")
+            raise ValueError(
+                f"an agent's name is also the name of its folder: letters, digits, - and _ only, got {wrong}"
+            )
         return agents
 
     @model_validator(mode="after")
@@ -190,8 +203,9 @@ class RunConfig(_Section):
         closes = self.objective.build().cross_closes_at()
         if closes is not None and closes < self.update.updates_per_step and len(self.agents) > 1:
             found.append(
-                f"the lower cross bound reaches the upper one at update {closes} of {self.update.updates_per_step}: from "
-                "there on no agent learns from another one. Lower objective.cross_clip_step or update.updates_per_step."
+                f"the lower cross bound reaches the upper one at update {closes} of {self.update.updates_per_step}: "
+                "from there on no agent learns from another one. Lower objective.cross_clip_step or "
+                "update.updates_per_step."
             )
         if self.objective.shares and len(self.agents) == 1:
             found.append("there is one agent, so nothing is shared: this is GSPO.")

@@ -102,8 +102,9 @@ def _check_against_forward(model: Any, transform: HeadTransform) -> None:
     tolerance = 1e-4 if logits.dtype == torch.float32 else 5e-2
     if not torch.allclose(own, fused, rtol=tolerance, atol=tolerance):
         raise ValueError(
-            f"apply_fused_head: {type(model).__name__} (model_type {model.config.model_type!r}) does more to its logits "
-            f"than scale and softcap: its own log-probabilities are {own.tolist()}, through the head {fused.tolist()}."
+            f"apply_fused_head: {type(model).__name__} (model_type {model.config.model_type!r}) does more to its "
+            f"logits than scale and softcap: its own log-probabilities are {own.tolist()}, through the head "
+            f"{fused.tolist()}."
         )
 
 

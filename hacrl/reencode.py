@@ -13,7 +13,7 @@ from .tokenization import control_token_ids, response_ids, response_text, same_t
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PairReport", "Reason", "Reencoded", "ReencodeReport", "reencode", "response_text", "same_tokenization"]
+__all__ = ["PairReport", "Reason", "ReencodeReport", "Reencoded", "reencode", "response_text", "same_tokenization"]
 
 Reason = Literal["empty", "too_long", "unknown"]
 

@@ -99,7 +99,9 @@ def train(config: RunConfig, output: Path, *, resume: bool = False) -> Path:
     checkpoints = output / "checkpoints"
     found = checkpoint.latest(checkpoints) if resume else None
     if (output / "metrics.jsonl").exists() and not resume:
-        raise ConfigError(f"output: {output} holds a run already; add --resume to continue it, or choose another folder.")
+        raise ConfigError(
+            f"output: {output} holds a run already; add --resume to continue it, or choose another folder."
+        )
     if resume and not (output / "config.toml").exists():
         raise ConfigError(f"output: {output} holds no run to resume.")
     started = time.perf_counter()
@@ -138,7 +140,8 @@ def _loop(trainer: Trainer, config: RunConfig, checkpoints: Path, metrics: Metri
     every, saving = config.evaluation.every, config.checkpoint
     stop = _Stop()
     try:
-        _evaluate_once(trainer, metrics, console)
+        if trainer.step_index == 0:
+            _evaluate_once(trainer, metrics, console)
         while trainer.step_index < config.steps:
             line = trainer.step()
             metrics.write(line)

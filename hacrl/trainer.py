@@ -51,9 +51,7 @@ class Trainer:
         self.task = task
         self.held_out = held_out
         self.objective = config.objective.build()
-        self.capability = CapabilityTracker(
-            list(self.agents), config.capability.window, config.capability.warmup_steps
-        )
+        self.capability = CapabilityTracker(list(self.agents), config.capability.window, config.capability.warmup_steps)
         cap = config.objective.baseline_cap
         self.baseline_cap = task.reward_max if cap == "reward_max" else None if cap == "none" else float(cap)
         self.scorer = Scorer(task.score, config.task.workers, config.task.timeout)
@@ -102,7 +100,8 @@ class Trainer:
     def prompt_indices(self, step: int) -> list[int]:
         """Positions of a step's prompts in the task: every prompt once an epoch, in an order set by the seed."""
         count, size = self.config.update.prompts_per_step, len(self.task)
-        per_epoch = size // count  # what is left of an epoch is not mixed with the next one: a group has one prompt once
+        # the rest of an epoch is left out: a step that mixed two epochs could hold a prompt twice
+        per_epoch = size // count
         epoch, place = divmod(step, per_epoch)
         generator = torch.Generator().manual_seed(derive_seed(self.config.seed, "order", epoch))
         order = torch.randperm(size, generator=generator)
@@ -188,13 +187,13 @@ class Trainer:
     def record_source_logprobs(self, views: Mapping[str, View]) -> None:
         """Every source scores its own responses with its training forward, before any update of the step.
 
-        Responses that no learner uses (advantage 0 for all of them) are left out: their ratio is never needed.
+        Responses that reach no model (advantage 0 for every learner, and no KL term) are left out.
         """
         token_ratio = self.objective.ratio == "token"
         needed: dict[int, Rollout] = {}
-        for view in views.values():
+        for learner, view in views.items():
             for rollout, advantage in view.rows:
-                if advantage != 0:
+                if advantage != 0 or (self.objective.beta > 0 and rollout.source == learner):
                     needed[id(rollout)] = rollout
         for name, agent in self.agents.items():
             rollouts = [rollout for rollout in needed.values() if rollout.source == name]
@@ -256,7 +255,12 @@ class Trainer:
         totals.add_dead(samples, live)
         loss = torch.zeros((), device=agent.device)
         for group in micro_batches(live, self.config.update.tokens_per_micro_batch):
-            batch, sequences = to_tensors(group, agent.device)
+            batch, sequences = to_tensors(
+                group,
+                agent.device,
+                with_ref=self.objective.beta > 0,
+                with_old=self.objective.ratio == "token",
+            )
             out = agent.policy.loss(
                 batch,
                 sequences,

@@ -68,7 +68,7 @@ def _selected(mask: Tensor | None) -> Tensor | None:
 def logprob_fwd(
     logits: Tensor, target_ids: Tensor, mask: Tensor | None, transform: LogitTransform, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log-probabilities (N,), statistics (2, N): row maximum and log of the sum of exp(x - maximum), entropies or None).
+    """(log-probabilities (N,), statistics (2, N): row maximum, log of the sum of exp(x - maximum); entropies or None).
 
     Rows outside `mask` give 0. An id outside the vocabulary gives NaN.
     """

@@ -63,7 +63,7 @@ def _row_factors(
 
 @triton.jit
 def _online_update(x, maximum, total, weighted, HAS_ENTROPY: tl.constexpr):
-    """Takes a block of x into the running maximum, sum of exp(x - maximum) and sum of exp(x - maximum) (x - maximum)."""
+    """Takes a block of x into the running maximum m, sum of exp(x - m) and sum of exp(x - m) (x - m)."""
     new_maximum = tl.maximum(maximum, tl.max(x, 0))
     # while everything is -inf any finite stand-in keeps -inf - -inf = NaN out
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -312,6 +312,8 @@ def _sequence_kernel(
         slope = tl.where(is_cross, cross_slope, slope)
         side = tl.where(is_cross, cross_side, side)
     live = (side == 0.0) & (advantage != 0.0)
+    if HAS_CROSS and CROSS_RULE == 2:
+        live = live & ((is_cross == 0) | (scale != 0.0))
 
     policy_denominator = tl.load(denominators_ptr).to(tl.float64)
     kl_denominator = tl.load(denominators_ptr + 1).to(tl.float64)

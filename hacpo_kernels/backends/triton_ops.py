@@ -96,7 +96,7 @@ def logprob_fwd(
         time, stride_b, stride_t, stride_v = _strides(logits)
         with _device_guard(logits):
             triton_kernels._logprob_fwd_kernel[(rows,)](
-                logits_ptr=logits, target_ids_ptr=target_ids, logprobs_ptr=logprobs, stats_ptr=stats,
+                logits_ptr=logits, target_ids_ptr=target_ids.contiguous(), logprobs_ptr=logprobs, stats_ptr=stats,
                 entropies_ptr=entropies, N=rows, T=time, V=logits.shape[-1], stride_b=stride_b, stride_t=stride_t,
                 stride_v=stride_v, PEEL=_peels(logits), BLOCK_V=fwd_block(logits.element_size()),
                 num_warps=FWD_WARPS,
@@ -131,12 +131,13 @@ def logprob_bwd(
         width = vocab_size + (16 // logits.element_size() - 1 if peel else 0)
         with _device_guard(logits):
             triton_kernels._logprob_bwd_kernel[(rows, triton.cdiv(width, block))](
-                logits_ptr=logits, grad_logits_ptr=out, target_ids_ptr=target_ids, stats_ptr=stats,
+                logits_ptr=logits, grad_logits_ptr=out, target_ids_ptr=target_ids.contiguous(), stats_ptr=stats,
                 entropies_ptr=entropies, grad_logprobs_ptr=grad_logprobs.contiguous(),
                 grad_entropies_ptr=None if grad_entropies is None else grad_entropies.contiguous(),
                 N=rows, T=time, V=vocab_size, stride_b=stride_b, stride_t=stride_t, stride_v=stride_v,
                 grad_stride_b=grad_stride_b, grad_stride_t=grad_stride_t, grad_stride_v=grad_stride_v,
-                PEEL=peel, BLOCK_V=block, num_warps=BWD_WARPS, **_common(logits, mask, transform, grad_entropies is not None),
+                PEEL=peel, BLOCK_V=block, num_warps=BWD_WARPS,
+                **_common(logits, mask, transform, grad_entropies is not None),
             )  # fmt: skip
     return out
 

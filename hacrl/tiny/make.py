@@ -28,7 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hacrl.tiny.chain import ChainModConfig, ChainModDataset, OPERATORS, Problem, work_out
+from hacrl.tiny.chain import OPERATORS, ChainModConfig, ChainModDataset, Problem, work_out
 
 # Seeds of the problems that measure accuracy; training problems come from streams of their own.
 STOP_SEED = 90_001

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
@@ -157,7 +158,7 @@ def test_group_advantages_better_reward_has_larger_advantage(group: list[tuple[f
     ranked = sorted(zip(rewards, advantages, strict=True), key=lambda pair: pair[0])
     assert all(
         low_advantage < high_advantage  # type: ignore[operator]
-        for (low, low_advantage), (high, high_advantage) in zip(ranked, ranked[1:], strict=False)
+        for (low, low_advantage), (high, high_advantage) in itertools.pairwise(ranked)
         if low < high
     )
 

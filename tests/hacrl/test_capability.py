@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hacrl.capability import CapabilityTracker
 
 
-def tracker_after(*steps: dict[str, float | None], window: int = 5, warmup_steps: int = 0) -> CapabilityTracker:
+def tracker_after(*steps: Mapping[str, float | None], window: int = 5, warmup_steps: int = 0) -> CapabilityTracker:
     tracker = CapabilityTracker(list(steps[0]), window, warmup_steps)
     for step in steps:
         tracker.update(step)

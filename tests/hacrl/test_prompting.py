@@ -19,9 +19,8 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system 
 
 def make_tokenizer(template: str | None = TEMPLATE, single: str = "<s> $A </s>") -> PreTrainedTokenizerFast:
     """Bytes, with special tokens that the tokenizer puts around a text as `single` says."""
-    tokenizer = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
-    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<t>"]
@@ -109,7 +108,7 @@ def test_encode_prompt_template_without_system_role_raises_clearly() -> None:
 class FakeTokenizer:
     chat_template = "yes"
 
-    def __init__(self, returned: object) -> None:
+    def __init__(self, returned: Any) -> None:
         self.returned = returned
 
     def apply_chat_template(self, messages: object, **keywords: object) -> object:
@@ -129,7 +128,7 @@ class FakeTokenizer:
     ],
 )
 def test_encode_prompt_whatever_the_template_returns_gives_the_ids(returned: Any) -> None:
-    assert encode_prompt(FakeTokenizer(returned), "q", chat_template=True) == [4, 5]  # type: ignore[arg-type]
+    assert encode_prompt(FakeTokenizer(returned), "q", chat_template=True) == [4, 5]
 
 
 @pytest.mark.parametrize("encoded", ["4 5", {"ids": [4]}, [4.0], 4])

@@ -331,8 +331,9 @@ def test_reencode_end_token_only_becomes_the_learners_end_token() -> None:
 def test_reencode_end_ids_come_from_the_caller_not_the_tokenizer() -> None:
     source, learner = gpt(), characters()
     rollout = make_rollout(ids_of(source, "a", "<|im_end|>"), True)
-    ends = {"source_end_ids": set(ids_of(source, "<|end|>", "<|im_end|>")), "learner_end_id": 1}
-    assert reencode(rollout, source, learner, 9, **ends).ids == [*ids_of(learner, "a"), 1]
+    end_ids = set(ids_of(source, "<|end|>", "<|im_end|>"))
+    result = reencode(rollout, source, learner, 9, source_end_ids=end_ids, learner_end_id=1)
+    assert result.ids == [*ids_of(learner, "a"), 1]
 
 
 def test_reencode_special_tokens_of_the_source_do_not_reach_the_learner() -> None:

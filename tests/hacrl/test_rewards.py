@@ -95,6 +95,13 @@ def test_score_crashing_checker_costs_that_response_only(scorer: Scorer, text: s
     assert scores[1].error == f"the checker ended its process (exit code {code})"
 
 
+def test_score_crash_inside_a_batch_loses_nothing_of_the_batch(scorer: Scorer) -> None:
+    texts = ["7", "0"] * 50
+    texts[20] = "exit"
+    expected = [None if text == "exit" else float(text == "7") for text in texts]
+    assert [score.reward for score in scorer.score(pairs_of(*texts))] == expected
+
+
 def test_score_every_worker_crashing_still_scores_the_rest(scorer: Scorer) -> None:
     scores = scorer.score(pairs_of("exit", "exit", "exit", "7"))
     assert [score.reward for score in scores] == [None, None, None, 1.0]
@@ -136,10 +143,11 @@ def test_score_after_an_interrupt_starts_clean(scorer: Scorer, monkeypatch: pyte
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
+    scorer.score(pairs_of("7"))  # so that a worker is ready, and is at work when the interrupt comes
     with monkeypatch.context() as patch:
         patch.setattr("hacrl.rewards._Worker.receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            scorer.score(pairs_of("0", "0", "0", "0"))
+            scorer.score(pairs_of(*["0"] * 100))
     assert [score.reward for score in scorer.score(pairs_of("7", "7"))] == [1.0, 1.0]
 
 

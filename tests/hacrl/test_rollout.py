@@ -66,7 +66,7 @@ def test_rollout_unfinished_without_ids_is_accepted() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_rollout_number_not_finite_raises(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
-        make_rollout(**{name: value})
+        make_rollout(0, "a", **{name: value})
 
 
 def test_rollout_without_source_raises() -> None:

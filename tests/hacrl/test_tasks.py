@@ -186,7 +186,7 @@ def test_task_argument_outside_range_raises(changes: dict[str, Any], name: str) 
 
 @pytest.mark.parametrize("spec", [{"name": "chain_sums"}, {"nam": "chain_sum"}])
 def test_task_composite_with_a_bad_table_raises(spec: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="'composite' refuses its config; look at {'datasets'"):
+    with pytest.raises(ValueError, match=r"'composite' refuses its config; look at {'datasets'"):
         ReasoningGymTask("composite", 3, 0, {"datasets": [spec]})
 
 
@@ -196,6 +196,10 @@ def test_task_composite_takes_tables_and_scores_with_the_right_dataset() -> None
     entries = [task.prompt(index).entry for index in range(12)]
     assert {entry["metadata"]["source_dataset"] for entry in entries} == {"chain_sum", "spell_backward"}
     assert all(task.score(entry["answer"], entry) == 1.0 for entry in entries)
+
+
+def test_task_unpickled_has_its_dataset_at_once() -> None:
+    assert "_dataset" in pickle.loads(pickle.dumps(chain_sum())).__dict__
 
 
 # the first two hold what cannot be pickled; the others have scores of their own
