@@ -24,7 +24,6 @@ setup(
         "triton>=3.6; platform_system == 'Linux'",
         "numpy",
         "transformers>=5.0,<6",
-        "accelerate",
         "reasoning-gym>=0.1.25",
         "pydantic>=2.11",
         "rich>=13",

@@ -1,9 +1,10 @@
-"""Fused kernels from logits to the HACPO loss and its gradient.
+"""Fused kernels from logits, or from hidden states and the lm_head weight, to the HACPO loss and its gradient.
 
 HACPO (arXiv 2603.02604) lets agents learn from each other's scored responses. This package knows tensors only: no
 tokenizer, model, trainer or process group. It imports without a GPU and without Triton.
 """
 
+from .linear import LinearHACPOLoss, linear_hacpo_loss, linear_token_logprobs
 from .logprob import token_logprobs
 from .loss import hacpo_loss, hacpo_loss_from_logprobs
 from .padded import HACPOLoss
@@ -14,9 +15,12 @@ __version__ = "0.1.0"
 __all__ = [
     "HACPOConfig",
     "HACPOLoss",
+    "LinearHACPOLoss",
     "LossOutput",
     "SequenceBatch",
     "hacpo_loss",
     "hacpo_loss_from_logprobs",
+    "linear_hacpo_loss",
+    "linear_token_logprobs",
     "token_logprobs",
 ]

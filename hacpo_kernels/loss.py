@@ -32,7 +32,8 @@ class ObjectiveFunction(torch.autograd.Function):
         return (grads[0] * coefficients).to(ctx.dtype), None, None
 
 
-def _check_sequences(where: str, sequences: object, config: object, rows: int, name: str, tensor: Tensor) -> None:
+def check_sequences(where: str, sequences: object, config: object, rows: int, name: str, tensor: Tensor) -> None:
+    """`sequences` and `config` are of their classes and fit the `rows` of `tensor`."""
     if not isinstance(sequences, SequenceBatch):
         raise TypeError(f"{where}: sequences must be a SequenceBatch, got {type(sequences).__name__}.")
     if not isinstance(config, HACPOConfig):
@@ -100,7 +101,7 @@ def hacpo_loss_from_logprobs(
             f"{where}: logprobs must have shape (N,), got {tuple(logprobs.shape)}. Padded (B, T) log-probabilities: "
             "flatten them, with cu_seqlens = arange(B + 1) * T and loss_mask."
         )
-    _check_sequences(where, sequences, config, logprobs.numel(), "logprobs", logprobs)
+    check_sequences(where, sequences, config, logprobs.numel(), "logprobs", logprobs)
     index = check_update_index(where, update_index)
     ops = get_backend(where, None, logprobs.device)
     return _loss(where, logprobs, sequences, config, index, num_sequences, num_self_sequences, ops)
@@ -153,7 +154,7 @@ def hacpo_loss(
     where = "hacpo_loss"
     logits, target_ids = check_logits(where, logits, target_ids)
     rows = target_ids.numel()
-    _check_sequences(where, sequences, config, rows, "logits", logits)
+    check_sequences(where, sequences, config, rows, "logits", logits)
     index = check_update_index(where, update_index)
     transform = check_transform(where, temperature, logit_scale, softcap, (sequences.num_sequences,))
     mask = None if sequences.loss_mask is None else sequences.loss_mask != 0

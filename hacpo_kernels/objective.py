@@ -16,7 +16,6 @@ Sums run in float64, each sequence on its own, so that neither the batch nor its
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 
 import torch
@@ -65,13 +64,11 @@ def normalizers(
             if values_are_checked(value):
                 check_number(where, name, value.item(), minimum=0.0, exclusive=name == "num_sequences")
             number = value.detach().reshape(()).to(device=device, dtype=dtype)
-            result.append(number.masked_fill(number == 0, 1.0) if name == "num_self_sequences" else number)
-        elif name == "num_self_sequences" and isinstance(value, numbers.Real) and value == 0:
-            # an update without self sequences has no KL term; 1 keeps 0 / 0 out of it, also for a tensor above
-            result.append(torch.ones((), device=device, dtype=dtype))
+            # an update without self sequences has no KL term; 1 keeps 0 / 0 out of it
+            result.append(number.masked_fill(number == 0, 1.0))
         else:
-            checked = check_number(where, name, value, minimum=0.0, exclusive=True)
-            result.append(torch.full((), checked, device=device, dtype=dtype))
+            checked = check_number(where, name, value, minimum=0.0, exclusive=name == "num_sequences")
+            result.append(torch.full((), checked or 1.0, device=device, dtype=dtype))
     return torch.stack(result)
 
 
@@ -223,9 +220,16 @@ def reduce_loss(terms: SequenceTerms, config: HACPOConfig, denominators: Tensor)
 
 
 def reduce_metrics(
-    terms: SequenceTerms, sequences: SequenceBatch, config: HACPOConfig, update_index: int
+    terms: SequenceTerms,
+    sequences: SequenceBatch,
+    config: HACPOConfig,
+    update_index: int,
+    scored: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Metrics of a call as 0-d tensors, over its non-empty sequences; NaN where there is nothing to average."""
+    """Metrics of a call as 0-d tensors, over its non-empty sequences; NaN where there is nothing to average.
+
+    `scored`: (S,) bool, the sequences that have a ratio; None: all.
+    """
     non_empty = sequences.token_counts() > 0
     is_cross = sequences.cross_mask()
     kinds = {"self": non_empty & ~is_cross, "cross": non_empty & is_cross}
@@ -243,9 +247,10 @@ def reduce_metrics(
 
     metrics = {}
     for kind, where in kinds.items():
-        metrics[f"ratio_{kind}_mean"] = mean(terms.ratios, where)
-        metrics[f"ratio_{kind}_min"] = extreme(terms.ratios, where, largest=False)
-        metrics[f"ratio_{kind}_max"] = extreme(terms.ratios, where, largest=True)
+        with_ratio = where if scored is None else where & scored
+        metrics[f"ratio_{kind}_mean"] = mean(terms.ratios, with_ratio)
+        metrics[f"ratio_{kind}_min"] = extreme(terms.ratios, with_ratio, largest=False)
+        metrics[f"ratio_{kind}_max"] = extreme(terms.ratios, with_ratio, largest=True)
         metrics[f"clipped_{kind}"] = mean(terms.clipped != 0, where)
     metrics["clipped_cross_low"] = mean(terms.clipped < 0, kinds["cross"])
     metrics["clipped_cross_high"] = mean(terms.clipped > 0, kinds["cross"])

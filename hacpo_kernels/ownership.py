@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 
-def _holder_counts(tensor: Tensor) -> tuple[int, int, int]:
-    """References to the tensor object, to the tensor behind it, and to its storage."""
+def _holder_counts(tensor: Tensor) -> tuple[int, int, int, int]:
+    """References to the tensor object, to the tensor behind it, to the storage object and to the storage behind it."""
     storage = tensor.untyped_storage()
     return (
         sys.getrefcount(tensor),
         tensor._use_count(),  # type: ignore[attr-defined]
+        sys.getrefcount(storage),
         torch._C._storage_Use_Count(storage._cdata),
     )
 
@@ -32,7 +33,7 @@ class _Probe(torch.autograd.Function):
     """Saves a tensor that nobody else holds and records its counts in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, record: list[tuple[int, int, int]]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, record: list[tuple[int, int, int, int]]) -> Tensor:
         ctx.save_for_backward(tensor)
         ctx.record = record
         return tensor.detach().sum()
@@ -45,16 +46,16 @@ class _Probe(torch.autograd.Function):
 
 
 @functools.cache
-def sole_owner_counts() -> tuple[int, int, int] | None:
+def sole_owner_counts() -> tuple[int, int, int, int] | None:
     """The counts of a tensor that only an autograd node holds, measured once; None where they cannot be had.
 
     Call it in a forward pass before relying on `may_overwrite`: measuring runs a small backward of its own.
     """
-    record: list[tuple[int, int, int]] = []
+    record: list[tuple[int, int, int, int]] = []
 
     def measure() -> None:
         with contextlib.suppress(AttributeError, RuntimeError):
-            _graph_is_kept()
+            graph_is_kept()
             _Probe.apply(torch.zeros(2, requires_grad=True) * 1.0, record).backward()
 
     # Hooks on saved tensors (activation checkpointing, offloading), dispatch modes and inference mode belong to a
@@ -65,7 +66,8 @@ def sole_owner_counts() -> tuple[int, int, int] | None:
     return record[0] if record else None
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
+    """Whether the backward pass that is running keeps the graph for another one (retain_graph or create_graph)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -76,11 +78,11 @@ def may_overwrite(tensor: Tensor) -> bool:
     kept for another backward.
     """
     counts = sole_owner_counts()
-    if counts is None or tensor.is_leaf or _graph_is_kept():
+    if counts is None or tensor.is_leaf or graph_is_kept():
         return False
     sizes_strides = zip(tensor.shape, tensor.stride(), strict=True)
     if any(size > 1 and stride == 0 for size, stride in sizes_strides):
         return False
-    references, uses, storage_uses = _holder_counts(tensor)
+    references, *others = _holder_counts(tensor)
     # this function's own argument is one more reference than the probe had
-    return (references - 1, uses, storage_uses) == counts
+    return (references - 1, *others) == counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,11 @@ class Agent:
         self.engine = TransformersEngine(model, self.end_ids)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            parameters, lr=config.learning_rate, weight_decay=config.weight_decay, foreach=True
+            parameters,
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            foreach=True,
         )
         self.updates = 0
         self._prompt_cache: dict[str, list[int]] = {}
@@ -170,7 +175,10 @@ class Agent:
         if not parameters:
             return 0.0
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
-        if norm == norm and norm not in (float("inf"), 0.0):
+        if math.isfinite(norm) and norm > 0:
+            rise = min(1.0, (self.updates + 1) / max(self.config.warmup_updates, 1))
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.config.learning_rate * rise
             self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)

@@ -119,6 +119,8 @@ class AgentConfig(_Section):
 
     model: str = Field(description="a folder in Hugging Face format, a hub name, or tiny:NAME for a shipped agent")
     learning_rate: PositiveFloat = 1e-6
+    warmup_updates: NonNegativeInt = Field(0, description="updates over which the learning rate rises linearly")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

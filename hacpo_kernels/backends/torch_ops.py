@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..objective import sequence_terms
+from ..head import Head
 from .transform import LogitTransform
 
-__all__ = ["logprob_bwd", "logprob_fwd", "sequence_terms"]
+__all__ = ["head_gradient", "logprob_bwd", "logprob_fwd", "score_head", "sequence_terms"]
 
 # elements of one block of rows: large enough to amortise the calls, small enough to stay near the caches
 _BLOCK_ELEMENTS = 1 << 20
@@ -145,3 +146,90 @@ def logprob_bwd(
         dead = (~live).nonzero().squeeze(-1)
         _scatter(out, dead, torch.zeros(1, 1, dtype=dtype))
     return out
+
+
+def score_head(
+    head: Head, rows: Tensor, target_ids: Tensor, transform: LogitTransform
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log-probabilities (n,), buffer (n, V), statistics or None) of some rows of the head.
+
+    The buffer is what `head_gradient` starts from: the probabilities, or with a softcap the raw logits.
+    """
+    hidden = head.rows(rows)
+    if transform.softcap is not None:
+        logits = head.logits(hidden)
+        logprobs, stats, _ = logprob_fwd(logits, target_ids, None, transform, entropy=False)
+        return logprobs, logits, stats
+    factor = _factor(transform)
+    if head.bias is None and not head.low:  # (n, H) is smaller than (n, V)
+        logits = head.logits(hidden * factor)
+    else:
+        logits = head.logits(hidden).mul_(factor)
+    # one pass over memory instead of three: a row stays in the cache between its maximum, its sum and its quotient
+    probabilities = torch.softmax(logits, -1, out=logits)
+    ids = target_ids.long()
+    inside = (ids >= 0) & (ids < probabilities.shape[-1])
+    chosen = probabilities.gather(-1, ids.clamp(0, probabilities.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    logprobs = torch.where(inside, chosen.log(), float("nan"))
+    # below this a probability has lost digits, or is 0 where its logarithm is not -inf
+    vague = inside & (chosen < torch.finfo(head.dtype).tiny * 1e8)
+    if bool(vague.any()):
+        again = head.logits(hidden[vague])
+        exact = logprob_fwd(again, ids[vague], None, transform.of_rows(vague), entropy=False)[0]
+        logprobs[vague] = exact
+    return logprobs, probabilities, None
+
+
+def head_gradient(
+    head: Head,
+    buffer: Tensor,
+    stats: Tensor | None,
+    target_ids: Tensor,
+    transform: LogitTransform,
+    live: Tensor,
+) -> tuple[Tensor, Tensor | float]:
+    """(gradients (k, V), factor (k, 1) or a number) of the `live` rows; d logp / d logits is their product.
+
+    The buffer is overwritten. Gradients are not scaled by any coefficient: they lie in [-1, 1] in whatever precision.
+    """
+    gradients = compact_rows(buffer, live)
+    ids = target_ids[live].long()
+    if stats is not None:
+        ones = torch.ones(live.numel(), dtype=head.dtype, device=buffer.device)
+        chosen = transform.of_rows(live)
+        logprob_bwd(gradients, ids, None, chosen, stats[:, live], None, ones, None, gradients)
+        return gradients.to(head.operand_dtype), 1.0
+    minus_one = torch.full((live.numel(), 1), -1.0, dtype=head.dtype, device=buffer.device)
+    gradients.scatter_add_(-1, ids.unsqueeze(-1), minus_one)
+    factor = _factor(transform.of_rows(live))
+    return gradients.to(head.operand_dtype), -factor.squeeze(-1) if isinstance(factor, Tensor) else -factor
+
+
+def compact_rows(buffer: Tensor, live: Tensor) -> Tensor:
+    """The `live` rows (ascending indices) moved to the front of the buffer, in place; a view of them."""
+    if live.numel() == buffer.shape[0]:
+        return buffer
+    target = 0
+    for start, stop in _runs(live.tolist()):
+        while start < stop and start != target:  # a run moves in steps that do not overlap what they read
+            step = min(stop - start, start - target)
+            buffer[target : target + step] = buffer[start : start + step]
+            start, target = start + step, target + step
+        target += stop - start
+    return buffer[: live.numel()]
+
+
+def _runs(indices: list[int]) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of consecutive numbers."""
+    start = 0
+    for position in range(1, len(indices) + 1):
+        if position == len(indices) or indices[position] != indices[position - 1] + 1:
+            yield indices[start], indices[position - 1] + 1
+            start = position
+
+
+def _factor(transform: LogitTransform) -> Tensor | float:
+    """What multiplies the logits without a softcap: a number, or (n, 1)."""
+    if isinstance(transform.temperature, Tensor):
+        return transform.scale / transform.temperature.unsqueeze(-1)
+    return transform.scale / transform.temperature

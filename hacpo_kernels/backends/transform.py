@@ -21,6 +21,12 @@ class LogitTransform:
     softcap: float | None = None
     temperature: float | Tensor = 1.0
 
+    def of_rows(self, rows: Tensor) -> LogitTransform:
+        """The transform of some rows alone."""
+        if not isinstance(self.temperature, Tensor):
+            return self
+        return LogitTransform(self.scale, self.softcap, self.temperature[rows])
+
     def apply(self, raw: Tensor, rows: Tensor | slice) -> Tensor:
         """Transformed logits of some rows, (n, V), in the dtype of `raw`; `raw` may be overwritten."""
         return self._cool(self._cap(raw) if self.softcap is not None else raw.mul_(self.scale), rows)

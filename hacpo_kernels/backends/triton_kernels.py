@@ -231,16 +231,17 @@ def _logprob_bwd_kernel(
 @triton.jit
 def _self_rule(ratio, outside, advantage, epsilon_low, epsilon_high):
     """(J, dJ/dlog s, clip side) under the self rule (Eq. 47), of sequences or of tokens."""
-    upper = 1.0 + epsilon_high
-    lower = 1.0 - epsilon_low
+    # in float64: 1 + 4e-4 in float32 would be off by up to 6e-8
+    upper = 1.0 + tl.full((), epsilon_high, tl.float64)
+    lower = 1.0 - tl.full((), epsilon_low, tl.float64)
     bounded = tl.minimum(tl.maximum(ratio, lower), upper)
     side = tl.where((advantage > 0.0) & (ratio > upper), 1.0, outside)
     side = tl.where((advantage < 0.0) & (ratio < lower), -1.0, side)
     side = tl.where(advantage == 0.0, 0.0, side)
     scaled = ratio * advantage
-    objective = tl.where(advantage == 0.0, 0.0, tl.minimum(scaled, bounded * advantage))
     # NaN must come out as NaN: min and max drop it
-    objective = tl.where(scaled == scaled, objective, scaled)
+    objective = tl.where(scaled == scaled, tl.minimum(scaled, bounded * advantage), scaled)
+    objective = tl.where(advantage == 0.0, 0.0, objective)
     return objective, tl.where((side == 0.0) & (advantage != 0.0), scaled, 0.0), side
 
 
@@ -259,6 +260,10 @@ def _sequence_kernel(
     the self rule, 2 for HACPO's.
     """
     sequence = tl.program_id(0).to(tl.int64)
+    alpha = tl.full((), alpha, tl.float64)
+    beta = tl.full((), beta, tl.float64)
+    cross_low = tl.full((), cross_low, tl.float64)
+    cross_high = tl.full((), cross_high, tl.float64)
     # boundaries that were not checked on the host still cannot lead outside the N rows
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence).to(tl.int64), 0), N)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + (sequence + 1)).to(tl.int64), start), N)
@@ -311,9 +316,7 @@ def _sequence_kernel(
         objective = tl.where(is_cross, cross_objective, objective)
         slope = tl.where(is_cross, cross_slope, slope)
         side = tl.where(is_cross, cross_side, side)
-    live = (side == 0.0) & (advantage != 0.0)
-    if HAS_CROSS and CROSS_RULE == 2:
-        live = live & ((is_cross == 0) | (scale != 0.0))
+    live = slope != 0.0
 
     policy_denominator = tl.load(denominators_ptr).to(tl.float64)
     kl_denominator = tl.load(denominators_ptr + 1).to(tl.float64)

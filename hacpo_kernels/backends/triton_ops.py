@@ -13,10 +13,11 @@ from torch import Tensor
 from ..objective import SequenceTerms
 from ..types import HACPOConfig, SequenceBatch
 from . import triton_kernels
-from .torch_ops import accumulation_dtype
+from ..head import Head
+from .torch_ops import accumulation_dtype, compact_rows
 from .transform import LogitTransform
 
-__all__ = ["INTERPRETED", "logprob_bwd", "logprob_fwd", "sequence_terms"]
+__all__ = ["INTERPRETED", "head_gradient", "logprob_bwd", "logprob_fwd", "score_head", "sequence_terms"]
 
 INTERPRETED = not isinstance(triton_kernels._logprob_fwd_kernel, triton.runtime.jit.JITFunction)
 
@@ -61,6 +62,8 @@ def _peels(tensor: Tensor) -> bool:
 
 def _equally_aligned(a: Tensor, b: Tensor) -> bool:
     """Whether corresponding rows of two tensors start equally far from a 16-byte boundary."""
+    if a.element_size() != b.element_size():
+        return False
     elements = 16 // a.element_size()
     same_start = (a.data_ptr() - b.data_ptr()) % 16 == 0
     return same_start and all((p - q) % elements == 0 for p, q in zip(a.stride()[:-1], b.stride()[:-1], strict=True))
@@ -178,3 +181,31 @@ def sequence_terms(
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def score_head(
+    head: Head, rows: Tensor, target_ids: Tensor, transform: LogitTransform
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log-probabilities (n,), raw logits (n, V), statistics (2, n)); see `torch_ops.score_head`."""
+    logits = head.logits(head.rows(rows))
+    logprobs, stats, _ = logprob_fwd(logits, target_ids, None, transform, entropy=False)
+    return logprobs, logits, stats
+
+
+def head_gradient(
+    head: Head,
+    buffer: Tensor,
+    stats: Tensor | None,
+    target_ids: Tensor,
+    transform: LogitTransform,
+    live: Tensor,
+) -> tuple[Tensor, float]:
+    """(gradients (k, V), 1.0) of the `live` rows; see `torch_ops.head_gradient`."""
+    assert stats is not None
+    logits = compact_rows(buffer, live)
+    out = logits
+    if head.low:  # rounded as it is written, not in a pass of its own
+        out = torch.empty(logits.shape, dtype=head.operand_dtype, device=logits.device)
+    ones = torch.ones(live.numel(), dtype=stats.dtype, device=logits.device)
+    chosen = stats[:, live].contiguous()
+    return logprob_bwd(logits, target_ids[live], None, transform.of_rows(live), chosen, None, ones, None, out), 1.0
