@@ -127,8 +127,7 @@ def variants() -> list[Variant]:
     return result
 
 
-def compile_variant(variant: Variant, target: str) -> Report:
-    """Compiles one variant for one target and reads the result."""
+def _compiled(variant: Variant, target: str) -> Any:
     function = getattr(triton_kernels, variant.kernel)
     names = function.arg_names
     signature = {n: "constexpr" if n in variant.constants else variant.signature[n] for n in names}
@@ -136,9 +135,23 @@ def compile_variant(variant: Variant, target: str) -> Report:
     divisible = [name for name in variant.divisible if name in names and name not in variant.constants]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(function, signature, constants, attributes)
-    compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": variant.warps})
+    return triton.compile(source, target=TARGETS[target], options={"num_warps": variant.warps})
+
+
+def _read(compiled: Any, target: str) -> tuple[str, int, int]:
+    return _read_nvidia(compiled) if target.startswith("sm") else _read_amd(compiled)
+
+
+def disassemble(variant: Variant, target: str) -> str:
+    """The instructions of one variant for one target."""
+    return _read(_compiled(variant, target), target)[0]
+
+
+def compile_variant(variant: Variant, target: str) -> Report:
+    """Compiles one variant for one target and reads the result."""
+    compiled = _compiled(variant, target)
     reads_logits = variant.rows != "-"
-    text, registers, spills = _read_nvidia(compiled) if target.startswith("sm") else _read_amd(compiled)
+    text, registers, spills = _read(compiled, target)
     loads, stores = _widths(text, target, variant) if reads_logits else ((0, 0), (0, 0))
     return Report(
         kernel=variant.kernel.strip("_").removesuffix("_kernel"),
@@ -237,7 +250,7 @@ def table(rows: list[Report]) -> str:
         load, store = (f"{low}-{high}" if low != high else f"{high}" for low, high in (r.load_bits, r.store_bits))
         offsets = "64 bit" if r.offsets_64bit else "MIXED"
         lines.append(
-            f"{r.kernel:<14}{r.variant:<24}{r.rows:<9}{r.target:<8}{r.registers:>5}{r.spill_bytes:>8}{load:>10}"
+            f"{r.kernel:<14}{r.variant:<28}{r.rows:<9}{r.target:<8}{r.registers:>5}{r.spill_bytes:>8}{load:>10}"
             f"{store:>10}{r.shared_bytes:>8}{r.threads:>9}{offsets:>9}"
         )
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# bytes of a float32 copy of a part of the weight, where the device has no product of low-precision operands into float32
+# bytes of a float32 copy of a part of the weight, where no product of low-precision operands gives float32
 _TILE_BYTES = 1 << 24
 
 

@@ -153,6 +153,8 @@ def token_logprobs(
         leaf, no variable, view or other node of the graph holds them, and the graph is not retained. Otherwise it
         allocates a tensor of their size. Values you can still see are never changed; `del` yours to save the memory.
 
+        Under torch.compile the call is one graph break and runs as it does without.
+
     Raises:
         ValueError: shapes, devices, or an id outside [0, V) other than -100 (on an accelerator only under
             HACPO_KERNELS_CHECK=1; without it such a row gives NaN and reads nothing out of bounds). TypeError: dtypes.

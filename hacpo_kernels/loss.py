@@ -144,7 +144,7 @@ def hacpo_loss(
     Returns:
         LossOutput; only `loss` is differentiable, with respect to `logits`. The backward pass may overwrite the
         logits, but only when nothing else can read them any more: see `token_logprobs`. The gradient of a dead
-        sequence is written as zeros without reading its logits.
+        sequence is written as zeros without reading its logits. Under torch.compile the call is one graph break.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, named. Values are looked at on CPU tensors, and on an

@@ -55,7 +55,7 @@ class HACPOLoss(nn.Module):
         logits = model(input_ids).logits                    # (B, T + 1, V)
         out = loss_fn(logits[:, :-1], input_ids[:, 1:], loss_mask[:, 1:], source_mean_logprobs, advantages,
                       is_cross=is_cross, weights=weights)
-        del logits                                           # lets backward reuse their memory
+        del logits                                           # else they outlive the backward pass
         out.loss.backward()
     """
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hacpo_kernels import HACPOConfig, LossOutput, SequenceBatch, hacpo_loss, token_logprobs
+from hacpo_kernels import HACPOConfig, LossOutput, SequenceBatch, linear_hacpo_loss, linear_token_logprobs
 
 from .batching import TokenBatch
 
-Consumer = Callable[[Tensor], dict[str, Tensor]]
+# what a consumer is given: hidden states (N, H), the weight (V, H) and the bias (V,) of the head
+Consumer = Callable[[Tensor, Tensor, Tensor | None], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,30 +40,34 @@ class HeadTransform:
 
 
 def apply_fused_head(model: Any) -> HeadTransform:
-    """Lets `model(..., fused=consumer, rows=rows)` hand the logits of some positions to `consumer`.
+    """Lets `model(..., fused=consumer, rows=rows)` hand hidden states and the head's weight to `consumer`.
 
     Without `fused` the model's forward is what it was, so `generate`, `save_pretrained` and other callers see no
-    difference. With it, the trunk runs, the hidden states at `rows` ((N,) indices into the flattened (B * T) positions)
-    go through the head inside `lm_head`'s own call, and what `consumer` makes of the (N, V) logits is returned.
+    difference. With it, the trunk runs, and `consumer(hidden, weight, bias)` is called inside `lm_head`'s own call, with
+    the hidden states (N, H) at `rows` ((N,) indices into the flattened (B * T) positions). What it returns is returned.
 
     Returns:
         The scale and softcap that the model applies to its logits, checked against the model's own forward.
 
     Raises:
-        TypeError: the model has no output embeddings. ValueError: its logits are not scale and softcap of the head's
+        TypeError: the model has no output embeddings, or they are no `nn.Linear` (an adapter around the head). ValueError: its logits are not scale and softcap of the head's
             product, so that the loss would belong to another distribution; or a fused head is there already.
     """
     head = model.get_output_embeddings()
     if head is None:
         raise TypeError(f"apply_fused_head: {type(model).__name__} has no output embeddings (lm_head).")
+    if type(head) is not torch.nn.Linear:
+        raise TypeError(
+            f"apply_fused_head: the head must be a plain nn.Linear, got {type(head).__name__}: the weight of what it "
+            "wraps is not the weight that is applied. Merge the adapter, or leave the head out of it."
+        )
     if getattr(model, "_fused_head", None) is not None:
         raise ValueError(f"apply_fused_head: this {type(model).__name__} has a fused head already.")
     head_forward, model_forward = head.forward, model.forward
 
     @functools.wraps(head_forward)
     def fused_head_forward(hidden: Tensor, *args: Any, fused: Consumer | None = None, **kwargs: Any) -> Any:
-        logits = head_forward(hidden, *args, **kwargs)
-        return logits if fused is None else fused(logits)
+        return head_forward(hidden, *args, **kwargs) if fused is None else fused(hidden, head.weight, head.bias)
 
     @functools.wraps(model_forward)
     def fused_forward(*args: Any, fused: Consumer | None = None, rows: Tensor | None = None, **kwargs: Any) -> Any:
@@ -90,12 +95,8 @@ def _check_against_forward(model: Any, transform: HeadTransform) -> None:
         logits = model(input_ids=ids).logits[0]
         own = torch.log_softmax(logits.float(), -1).gather(-1, ids[0].unsqueeze(-1)).squeeze(-1)
 
-        def score(logits: Tensor) -> dict[str, Tensor]:
-            scored = token_logprobs(logits, ids[0], logit_scale=transform.logit_scale, softcap=transform.softcap)
-            assert isinstance(scored, Tensor)
-            return {"logprobs": scored}
-
-        fused = model(input_ids=ids, fused=score, rows=torch.arange(4, device=device))["logprobs"]
+        keywords = {"logit_scale": transform.logit_scale, "softcap": transform.softcap}
+        fused = model(input_ids=ids, fused=_scorer(ids[0], keywords), rows=torch.arange(4, device=device))["logprobs"]
     finally:
         model.train(training)
     # low precision: the model may round its logits after scaling them
@@ -108,6 +109,17 @@ def _check_against_forward(model: Any, transform: HeadTransform) -> None:
         )
 
 
+def _scorer(target_ids: Tensor, keywords: dict[str, Any]) -> Consumer:
+    """The consumer that returns log-probabilities of the targets."""
+
+    def score(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+        scored = linear_token_logprobs(hidden, weight, target_ids, bias=bias, **keywords)
+        assert isinstance(scored, Tensor)
+        return {"logprobs": scored}
+
+    return score
+
+
 class Policy:
     """A model with a fused head, and the two things that training asks of it."""
 
@@ -118,13 +130,7 @@ class Policy:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """(N,) float32 log-probabilities of the response tokens, at the sampling temperature; differentiable."""
-
-        def score(logits: Tensor) -> dict[str, Tensor]:
-            scored = token_logprobs(logits, batch.target_ids, **self._transform())
-            assert isinstance(scored, Tensor)
-            return {"logprobs": scored}
-
-        return self._forward(batch, score)["logprobs"]
+        return self._forward(batch, _scorer(batch.target_ids, self._transform()))["logprobs"]
 
     def loss(
         self,
@@ -139,10 +145,10 @@ class Policy:
         """The HACPO loss of one micro-batch; its backward reaches the whole model."""
         kept: list[LossOutput] = []
 
-        def consume(logits: Tensor) -> dict[str, Tensor]:
-            out = hacpo_loss(
-                logits, batch.target_ids, sequences, config, update_index=update_index, num_sequences=num_sequences,
-                num_self_sequences=num_self_sequences, **self._transform(),
+        def consume(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+            out = linear_hacpo_loss(
+                hidden, weight, batch.target_ids, sequences, config, bias=bias, update_index=update_index,
+                num_sequences=num_sequences, num_self_sequences=num_self_sequences, **self._transform(),
             )  # fmt: skip
             kept.append(out)
             return {"loss": out.loss}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..objective import sequence_terms
 from ..head import Head
+from ..objective import sequence_terms
 from .transform import LogitTransform
 
 __all__ = ["head_gradient", "logprob_bwd", "logprob_fwd", "score_head", "sequence_terms"]

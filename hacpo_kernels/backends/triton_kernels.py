@@ -22,7 +22,8 @@ def _align(pointer, ELEMENT_BYTES: tl.constexpr):
     """(the last 16-byte boundary at or before `pointer`, how many elements before it that is).
 
     Rows of an odd length start anywhere. Blocks that begin on the boundary keep every access inside the row 16 bytes
-    wide; only the block at either end of the row needs a mask, and a mask makes narrow accesses.
+    wide; only the block at either end of the row needs a mask, and a mask makes narrow accesses. On which lane a column
+    falls then depends on where its row starts: the same row at another place in memory can differ in the last bit.
     """
     shift = ((pointer.to(tl.int64) & 15) // ELEMENT_BYTES).to(tl.int32)
     return tl.multiple_of(pointer - shift.to(tl.int64), 16), shift

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..head import Head
 from ..objective import SequenceTerms
 from ..types import HACPOConfig, SequenceBatch
 from . import triton_kernels
-from ..head import Head
 from .torch_ops import accumulation_dtype, compact_rows
 from .transform import LogitTransform
 

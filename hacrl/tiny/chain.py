@@ -131,9 +131,7 @@ class ChainModDataset(ProceduralDataset):
         rng = Random(f"{DATASET_NAME}:{self.seed}:{idx}")
         config = self.config
         first = rng.randint(1, config.max_operand)
-        operations = [
-            (rng.choice(OPERATORS), rng.randint(1, config.max_operand)) for _ in range(config.num_operations)
-        ]
+        operations = [(rng.choice(OPERATORS), rng.randint(1, config.max_operand)) for _ in range(config.num_operations)]
         problem = work_out(first, operations, config.modulus)
         return {
             "question": problem.question,

@@ -58,5 +58,5 @@ def test_plan_groups_of_nothing_is_empty() -> None:
 
 def test_rows_within_less_than_one_row_raises() -> None:
     assert rows_within(1000, 100, 4) == 2
-    with pytest.raises(ValueError, match="at least the 400 bytes of one row of logits .* got 399"):
+    with pytest.raises(ValueError, match=r"at least the 400 bytes of one row of logits .* got 399"):
         rows_within(399, 100, 4)

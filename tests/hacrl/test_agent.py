@@ -38,7 +38,7 @@ def test_resolve_model_hub_name_passes_through() -> None:
 
 def test_load_pretrained_hub_name_that_cannot_be_had_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match="agents.a.model: cannot load 'nobody/nothing'"):
+    with pytest.raises(ConfigError, match=r"agents\.a\.model: cannot load 'nobody/nothing'"):
         load_pretrained("nobody/nothing", torch.float32, torch.device("cpu"), "agents.a.model")
 
 

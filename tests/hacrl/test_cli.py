@@ -91,7 +91,11 @@ def test_train_into_a_folder_that_holds_a_run_is_refused(run: Path, capsys: pyte
     ],
 )
 def test_main_bad_input_gives_one_paragraph_that_names_it(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2

@@ -103,6 +103,13 @@ def test_apply_fused_head_model_that_does_more_to_its_logits_raises() -> None:
         apply_fused_head(model)
 
 
+def test_apply_fused_head_adapter_around_the_head_is_refused() -> None:
+    model = tiny("Llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(TypeError, match=r"must be a plain nn\.Linear, got Sequential"):
+        apply_fused_head(model)
+
+
 def test_apply_fused_head_model_without_a_head_raises() -> None:
     config = transformers.LlamaConfig(**{**SIZES, "pad_token_id": 0})
     with pytest.raises(TypeError, match="LlamaModel has no output embeddings"):
