@@ -1,6 +1,6 @@
 """Two small trained agents that ship with the package, and what made them.
 
-`digits` (a Llama) reads single characters, `pairs` (a Qwen3) reads two digits at a time: different architectures,
+`digits` (an OLMo 2) reads single characters, `pairs` (a Qwen3) reads two digits at a time: different architectures,
 vocabularies, special tokens and chat templates, for the same task (`hacrl.tiny.chain`). Each folder is an ordinary
 `save_pretrained` folder for `AutoModelForCausalLM` and `AutoTokenizer`. `python -m hacrl.tiny.make` builds them.
 """

@@ -1,8 +1,8 @@
 """`chain_mod`: chains of + - * worked out from left to right modulo a small number, as a reasoning-gym dataset.
 
-The question is a chain such as `7*3+5-2*4+8-6=`. It is read strictly from left to right, without precedence, and every
+The question is a chain such as `4*3+5-2*4+1-3=`. It is read strictly from left to right, without precedence, and every
 intermediate result is reduced modulo 17. The worked response lists the intermediate results, zero padded to one width
-and separated by single spaces: `04 09 07 11 02 13`. Only its last number is checked.
+and separated by single spaces: `12 00 15 09 10 07`. Only its last number is checked.
 
 Importing this module registers the dataset: `reasoning_gym.create_dataset("chain_mod", size=500, seed=1)`.
 """
@@ -36,7 +36,7 @@ class ChainModConfig:
 
     num_operations: int = 6
     modulus: int = 17
-    max_operand: int = 9
+    max_operand: int = 5
     seed: int | None = None
     size: int = 500
 

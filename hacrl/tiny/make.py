@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -64,6 +64,7 @@ class Recipe:
         max_steps: optimizer steps after which it stops anyway.
         batch_size: problems in a step.
         num_operations: length of the chains.
+        max_operand: operands are drawn from 1 to this number.
         rare_from: multiplications by this number or a larger one are rare in training problems.
         rare_share: how often such a multiplication is drawn relative to any other operation, from 0 to 1.
         learning_rate: of AdamW in the first phase, after `warmup_steps` steps of linear rise.
@@ -79,8 +80,9 @@ class Recipe:
     max_steps: int = 4000
     batch_size: int = 64
     num_operations: int = 6
-    rare_from: int = 5
-    rare_share: float = 0.1
+    max_operand: int = 5
+    rare_from: int = 3
+    rare_share: float = 0.06
     learning_rate: float = 1.5e-3
     warmup_steps: int = 100
     turn_loss: float = 3.0
@@ -136,8 +138,8 @@ def pairs_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def digits_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """An untrained Llama for `digits`, with tied embeddings."""
-    config = LlamaConfig(
+    """An untrained OLMo 2 for `digits`: norms after attention and MLP, normalised queries and keys."""
+    config = Olmo2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=256,
@@ -146,12 +148,12 @@ def digits_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         num_key_value_heads=4,
         max_position_embeddings=256,
         initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return LlamaForCausalLM(config)
+    return Olmo2ForCausalLM(config)
 
 
 def pairs_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -191,21 +193,22 @@ def render(tokenizer: PreTrainedTokenizerFast, questions: list[str]) -> list[str
     return [before + question + after for question in questions]
 
 
-def draw_problem(rng: Random, num_operations: int, rare_from: int, rare_share: float) -> Problem:
+def draw_problem(rng: Random, num_operations: int, max_operand: int, rare_from: int, rare_share: float) -> Problem:
     """Draw a training problem, in which multiplications by large numbers are rare.
 
     Args:
         rng: source of randomness; advanced.
         num_operations: length of the chain.
+        max_operand: largest operand.
         rare_from: smallest operand whose multiplications are rare.
         rare_share: how often such a multiplication is drawn relative to any other operation, from 0 to 1.
 
     Returns:
         The problem.
     """
-    choices = [(operator, operand) for operator in OPERATORS for operand in range(1, 10)]
+    choices = [(operator, operand) for operator in OPERATORS for operand in range(1, max_operand + 1)]
     weights = [rare_share if operator == "*" and operand >= rare_from else 1.0 for operator, operand in choices]
-    return work_out(rng.randint(1, 9), rng.choices(choices, weights, k=num_operations))
+    return work_out(rng.randint(1, max_operand), rng.choices(choices, weights, k=num_operations))
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,6 +240,7 @@ def accuracy(
     seed: int,
     size: int,
     num_operations: int = 6,
+    max_operand: int = 5,
     sample: bool = False,
 ) -> float:
     """Share of problems that the agent solves.
@@ -247,12 +251,14 @@ def accuracy(
         seed: of the dataset.
         size: number of problems.
         num_operations: length of the chains.
+        max_operand: largest operand.
         sample: draw at temperature 1 instead of decoding greedily.
 
     Returns:
         A number from 0 to 1.
     """
-    dataset = ChainModDataset(ChainModConfig(num_operations=num_operations, seed=seed, size=size))
+    config = ChainModConfig(num_operations=num_operations, max_operand=max_operand, seed=seed, size=size)
+    dataset = ChainModDataset(config)
     entries = [dataset[index] for index in range(size)]
     prompts = render(tokenizer, [entry["question"] for entry in entries])
     inputs = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
@@ -295,7 +301,7 @@ def warm_up(
     turn = 0
     for step in range(1, recipe.max_steps + 1):
         problems = [
-            draw_problem(rng, recipe.num_operations, recipe.rare_from, recipe.rare_share)
+            draw_problem(rng, recipe.num_operations, recipe.max_operand, recipe.rare_from, recipe.rare_share)
             for _ in range(recipe.batch_size)
         ]
         input_ids, labels = encode(tokenizer, problems)
@@ -321,7 +327,12 @@ def warm_up(
                 mean.lerp_(weight, 1 - recipe.average_decay)
         if (step - turn) % recipe.check_every == 0:
             solved = accuracy(
-                averaged, tokenizer, seed=STOP_SEED, size=recipe.check_size, num_operations=recipe.num_operations
+                averaged,
+                tokenizer,
+                seed=STOP_SEED,
+                size=recipe.check_size,
+                num_operations=recipe.num_operations,
+                max_operand=recipe.max_operand,
             )
             report(
                 f"step {step} loss {smoothed:.2f} nats per response, accuracy of the average {solved:.3f} "
@@ -360,7 +371,15 @@ def make(name: str, folder: Path, recipe: Recipe, seed: int, report: Callable[[s
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for sample in (False, True):
-        solved = accuracy(model, tokenizer, seed=REPORT_SEED, size=1000, sample=sample)
+        solved = accuracy(
+            model,
+            tokenizer,
+            seed=REPORT_SEED,
+            size=1000,
+            num_operations=recipe.num_operations,
+            max_operand=recipe.max_operand,
+            sample=sample,
+        )
         report(f"{name}: held-out accuracy {solved:.3f} {'at temperature 1' if sample else 'greedy'}")
 
 

@@ -148,3 +148,23 @@ def test_triton_unchecked_boundaries_outside_stay_inside_the_rows(monkeypatch: p
     ends_at_last_row = SequenceBatch(torch.tensor([0, 2, 4]), torch.zeros(2), torch.ones(2))
     same = hacpo_loss(leaf(case.logits), case.target_ids, ends_at_last_row, case.config, backend="triton")
     assert torch.equal(out.ratios, same.ratios)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_torch_backend_where_rows_cannot_be_selected_still_hides_those_that_do_not_count(
+    garbage: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # on an accelerator the rows are not looked for, since the host would wait: all are computed, then dropped
+    generator = torch.Generator().manual_seed(0)
+    logits, ids = torch.randn(3, 37, generator=generator), torch.tensor([4, -100, 36])
+    logits[1] = garbage
+    selected = leaf(logits)
+    expected = token_logprobs(selected, ids, entropy=True, backend="torch")
+    (expected[0] + expected[1]).sum().backward()
+    monkeypatch.setattr("hacpo_kernels.backends.torch_ops._selected", lambda mask: None)
+    mine = leaf(logits)
+    actual = token_logprobs(mine, ids, entropy=True, backend="torch")
+    (actual[0] + actual[1]).sum().backward()
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    assert torch.equal(mine.grad, selected.grad)
