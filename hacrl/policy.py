@@ -43,27 +43,31 @@ def apply_fused_head(model: Any) -> HeadTransform:
     """Lets `model(..., fused=consumer, rows=rows)` hand hidden states and the head's weight to `consumer`.
 
     Without `fused` the model's forward is what it was, so `generate`, `save_pretrained` and other callers see no
-    difference. With it, the trunk runs, and `consumer(hidden, weight, bias)` is called inside `lm_head`'s own call, with
-    the hidden states (N, H) at `rows` ((N,) indices into the flattened (B * T) positions). What it returns is returned.
+    difference. With it, the trunk runs, and `consumer(hidden, weight, bias)` is called inside `lm_head`'s own call,
+    with the hidden states (N, H) at `rows` ((N,) indices into the flattened (B * T) positions). What it returns is
+    returned. A refused model is left as it was.
 
     Returns:
         The scale and softcap that the model applies to its logits, checked against the model's own forward.
 
     Raises:
-        TypeError: the model has no output embeddings, or they are no `nn.Linear` (an adapter around the head). ValueError: its logits are not scale and softcap of the head's
-            product, so that the loss would belong to another distribution; or a fused head is there already.
+        TypeError: the model has no output embeddings, or they are no `nn.Linear` (an adapter around the head).
+        ValueError: its logits are not scale and softcap of the head's product, so that the loss would belong to another
+            distribution; or a fused head is there already.
     """
     head = model.get_output_embeddings()
     if head is None:
         raise TypeError(f"apply_fused_head: {type(model).__name__} has no output embeddings (lm_head).")
-    if type(head) is not torch.nn.Linear:
+    kind = type(head)
+    if kind is not torch.nn.Linear:
         raise TypeError(
-            f"apply_fused_head: the head must be a plain nn.Linear, got {type(head).__name__}: the weight of what it "
+            f"apply_fused_head: the head must be a plain nn.Linear, got {kind.__name__}: the weight of what it "
             "wraps is not the weight that is applied. Merge the adapter, or leave the head out of it."
         )
     if getattr(model, "_fused_head", None) is not None:
         raise ValueError(f"apply_fused_head: this {type(model).__name__} has a fused head already.")
-    head_forward, model_forward = head.forward, model.forward
+    head_forward: Callable[..., Any] = head.forward
+    model_forward: Callable[..., Any] = model.forward
 
     @functools.wraps(head_forward)
     def fused_head_forward(hidden: Tensor, *args: Any, fused: Consumer | None = None, **kwargs: Any) -> Any:
@@ -76,10 +80,14 @@ def apply_fused_head(model: Any) -> HeadTransform:
         hidden = model.base_model(*args, **kwargs, use_cache=False).last_hidden_state
         return head(hidden.reshape(-1, hidden.shape[-1])[rows], fused=fused)
 
-    head.forward, model.forward = fused_head_forward, fused_forward
     transform = HeadTransform.of(model.config.get_text_config())
+    head.forward, model.forward = fused_head_forward, fused_forward
+    try:
+        _check_against_forward(model, transform)
+    except ValueError:
+        head.forward, model.forward = head_forward, model_forward
+        raise
     model._fused_head = transform
-    _check_against_forward(model, transform)
     return transform
 
 

@@ -58,7 +58,7 @@ def test_parse_overrides_of_something_else_raises(arguments: list[str], message:
         ({"objective.cross_clip_low": 2.0}, ["objective", "cross_clip_low must be <= cross_clip_high"]),
         ({"agents.digits.model.name": "x"}, ["agents.digits.model is a value, not a section"]),
         ({"agents.a b.model": "x"}, ["agents", "letters, digits"]),
-        ({"update.updates_per_step": 64}, ["updates_per_step = 64", "prompts_per_step = 32"]),
+        ({"update.updates_per_step": 65}, ["updates_per_step = 65", "prompts_per_step = 64"]),
         ({"update.prompts_per_step": 30000}, ["prompts_per_step = 30000", "task.size = 20000"]),
     ],
 )

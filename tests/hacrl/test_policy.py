@@ -101,6 +101,7 @@ def test_apply_fused_head_model_that_does_more_to_its_logits_raises() -> None:
     model.forward = sharper
     with pytest.raises(ValueError, match="does more to its logits than scale and softcap"):
         apply_fused_head(model)
+    assert model.forward is sharper
 
 
 def test_apply_fused_head_adapter_around_the_head_is_refused() -> None:
