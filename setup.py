@@ -33,6 +33,7 @@ setup(
     extras_require={
         "flash-attn": ["flash-attn"],
         "liger": ["liger-kernel>=0.8"],
+        "lora": ["peft>=0.17"],
         "math": ["math-verify>=0.9"],
         "test": [
             "pytest>=8",
@@ -40,6 +41,7 @@ setup(
             "pytest-cov",
             "pytest-xdist",
             "hypothesis",
+            "peft>=0.17",
             "ruff",
             "mypy",
             "import-linter",

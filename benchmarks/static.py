@@ -64,7 +64,16 @@ class Report:
     offsets_64bit: bool
 
 
-def _logit_variant(kernel: str, dtype: str, aligned: bool, *, entropy: bool, softcap: bool, mask: bool) -> Variant:
+def _logit_variant(
+    kernel: str,
+    dtype: str,
+    aligned: bool,
+    *,
+    entropy: bool = False,
+    softcap: bool = False,
+    mask: bool = False,
+    grad_dtype: str | None = None,
+) -> Variant:
     backward = "bwd" in kernel
     constants: dict[str, Any] = {
         "ACC": triton.language.float32, "HAS_MASK": mask, "HAS_SOFTCAP": softcap, "HAS_ROW_TEMPERATURE": False,
@@ -73,7 +82,7 @@ def _logit_variant(kernel: str, dtype: str, aligned: bool, *, entropy: bool, sof
         "BLOCK_V": (triton_ops.bwd_block if backward else triton_ops.fwd_block)(ELEMENT_SIZES[dtype]),
     }  # fmt: skip
     signature = {
-        "logits_ptr": f"*{dtype}", "grad_logits_ptr": f"*{dtype}", "target_ids_ptr": "*i64", "mask_ptr": "*i1",
+        "logits_ptr": f"*{dtype}", "grad_logits_ptr": f"*{grad_dtype or dtype}", "target_ids_ptr": "*i64", "mask_ptr": "*i1",
         "logprobs_ptr": "*fp32", "stats_ptr": "*fp32", "entropies_ptr": "*fp32", "grad_logprobs_ptr": "*fp32",
         "grad_entropies_ptr": "*fp32", "scale": "fp32", "softcap": "fp32", "temperature": "fp32",
     }  # fmt: skip
@@ -89,7 +98,7 @@ def _logit_variant(kernel: str, dtype: str, aligned: bool, *, entropy: bool, sof
     divisible = pointers + (("V", "stride_b", "stride_t", "grad_stride_b", "grad_stride_t") if aligned else ())
     options = "".join(f"+{name}" for name, on in (("entropy", entropy), ("softcap", softcap), ("mask", mask)) if on)
     warps = triton_ops.BWD_WARPS if backward else triton_ops.FWD_WARPS
-    label = f"{dtype}{options}"
+    label = f"{dtype}{options}" if grad_dtype is None else f"{dtype}->{grad_dtype}{options}"
     return Variant(kernel, label, "aligned" if aligned else "odd", signature, constants, divisible, warps)
 
 
@@ -119,8 +128,10 @@ def variants() -> list[Variant]:
     for kernel in ("_logprob_fwd_kernel", "_logprob_bwd_kernel"):
         for dtype in ELEMENT_SIZES:
             for aligned in (True, False):
-                result.append(_logit_variant(kernel, dtype, aligned, entropy=False, softcap=False, mask=False))
+                result.append(_logit_variant(kernel, dtype, aligned))
         result.append(_logit_variant(kernel, "bf16", True, entropy=True, softcap=True, mask=True))
+    # the fused head's: float32 logits of low-precision operands, their gradient rounded as it is written
+    result.append(_logit_variant("_logprob_bwd_kernel", "fp32", True, grad_dtype="bf16"))
     result.append(_sequence_variant("hacpo", token=False, kl=False, cross=True))
     result.append(_sequence_variant("grpo+kl", token=True, kl=True, cross=False))
     result.append(_sequence_variant("hacpo+token+kl", token=True, kl=True, cross=True))

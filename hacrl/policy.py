@@ -45,57 +45,89 @@ def apply_fused_head(model: Any) -> HeadTransform:
     Without `fused` the model's forward is what it was, so `generate`, `save_pretrained` and other callers see no
     difference. With it, the trunk runs, and `consumer(hidden, weight, bias)` is called inside `lm_head`'s own call,
     with the hidden states (N, H) at `rows` ((N,) indices into the flattened (B * T) positions). What it returns is
-    returned. A refused model is left as it was.
+    returned. A refused model is left as it was. Call it before the model is sharded or compiled.
+
+    A peft model works too. Where LoRA adapts the head itself, `weight` is what is applied, W + scaling * B A, made inside
+    the call (one (V, H) tensor), so that the adapters get their gradients.
 
     Returns:
         The scale and softcap that the model applies to its logits, checked against the model's own forward.
 
     Raises:
-        TypeError: the model has no output embeddings, or they are no `nn.Linear` (an adapter around the head).
-        ValueError: its logits are not scale and softcap of the head's product, so that the loss would belong to another
+        TypeError: the model has no output embeddings, or they are neither an `nn.Linear` nor one with plain LoRA.
+        ValueError: the head's LoRA has dropout or is a variant such as DoRA; the model's logits are not scale and softcap of the head's product, so that the loss would belong to another
             distribution; or a fused head is there already.
     """
     head = model.get_output_embeddings()
     if head is None:
         raise TypeError(f"apply_fused_head: {type(model).__name__} has no output embeddings (lm_head).")
-    kind = type(head)
-    if kind is not torch.nn.Linear:
-        raise TypeError(
-            f"apply_fused_head: the head must be a plain nn.Linear, got {kind.__name__}: the weight of what it "
-            "wraps is not the weight that is applied. Merge the adapter, or leave the head out of it."
-        )
-    if getattr(model, "_fused_head", None) is not None:
-        raise ValueError(f"apply_fused_head: this {type(model).__name__} has a fused head already.")
+    weight_of = _weight_reader(head)
+    # a peft model calls the forward of the model inside it, so that is the one to patch
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(inner, "_fused_head", None) is not None:
+        raise ValueError(f"apply_fused_head: this {type(inner).__name__} has a fused head already.")
     head_forward: Callable[..., Any] = head.forward
-    model_forward: Callable[..., Any] = model.forward
+    inner_forward: Callable[..., Any] = inner.forward
 
     @functools.wraps(head_forward)
     def fused_head_forward(hidden: Tensor, *args: Any, fused: Consumer | None = None, **kwargs: Any) -> Any:
-        return head_forward(hidden, *args, **kwargs) if fused is None else fused(hidden, head.weight, head.bias)
+        return head_forward(hidden, *args, **kwargs) if fused is None else fused(hidden, weight_of(), head.bias)
 
-    @functools.wraps(model_forward)
+    @functools.wraps(inner_forward)
     def fused_forward(*args: Any, fused: Consumer | None = None, rows: Tensor | None = None, **kwargs: Any) -> Any:
         if fused is None:
-            return model_forward(*args, **kwargs)
-        hidden = model.base_model(*args, **kwargs, use_cache=False).last_hidden_state
+            return inner_forward(*args, **kwargs)
+        kwargs = {**kwargs, "use_cache": False}
+        hidden = inner.base_model(*args, **kwargs).last_hidden_state
         return head(hidden.reshape(-1, hidden.shape[-1])[rows], fused=fused)
 
-    transform = HeadTransform.of(model.config.get_text_config())
-    head.forward, model.forward = fused_head_forward, fused_forward
+    transform = HeadTransform.of(inner.config.get_text_config())
+    head.forward, inner.forward = fused_head_forward, fused_forward
     try:
         _check_against_forward(model, transform)
     except ValueError:
-        head.forward, model.forward = head_forward, model_forward
+        head.forward, inner.forward = head_forward, inner_forward
         raise
-    model._fused_head = transform
+    inner._fused_head = transform
     return transform
+
+
+def _weight_reader(head: Any) -> Callable[[], Tensor]:
+    """A function that returns the weight that the head applies, to be called inside the head's own forward."""
+    if type(head) is torch.nn.Linear:
+        return lambda: head.weight
+    adapters = getattr(head, "lora_A", None)
+    if not hasattr(head, "base_layer") or not adapters or type(head.base_layer) is not torch.nn.Linear:
+        raise TypeError(
+            f"apply_fused_head: the head must be an nn.Linear, or one with LoRA, got {type(head).__name__}: the weight of "
+            "what it wraps is not the weight that is applied. Merge the adapter, or leave the head out of it."
+        )
+    variants = [name for name in adapters if getattr(head, "lora_variant", {}).get(name) is not None]
+    biased = [name for name in adapters if head.lora_bias.get(name)] if hasattr(head, "lora_bias") else []
+    dropout = [name for name in adapters if not isinstance(head.lora_dropout[name], torch.nn.Identity)]
+    if variants or biased or dropout:
+        raise ValueError(
+            f"apply_fused_head: LoRA on the head must be plain, got adapters with dropout {dropout}, with a bias {biased}, "
+            f"of a variant such as DoRA {variants}: no single weight does the same. Leave lm_head out of the adapter."
+        )
+
+    def effective_weight() -> Tensor:
+        weight: Tensor = head.base_layer.weight
+        if head.disable_adapters or head.merged:
+            return weight
+        for name in head.active_adapters:
+            if name in adapters:
+                weight = weight + head.get_delta_weight(name)
+        return weight
+
+    return effective_weight
 
 
 @torch.no_grad()
 def _check_against_forward(model: Any, transform: HeadTransform) -> None:
     """The log-probabilities through the fused head are those of the model's own logits."""
     device = next(model.parameters()).device
-    vocab_size = model.get_output_embeddings().weight.shape[0]
+    vocab_size = model.config.get_text_config().vocab_size
     ids = (torch.arange(1, 5, device=device) % vocab_size).unsqueeze(0)
     training = model.training
     model.eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -107,8 +108,43 @@ def test_apply_fused_head_model_that_does_more_to_its_logits_raises() -> None:
 def test_apply_fused_head_adapter_around_the_head_is_refused() -> None:
     model = tiny("Llama")
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(TypeError, match=r"must be a plain nn\.Linear, got Sequential"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Linear, or one with LoRA, got Sequential"):
         apply_fused_head(model)
+
+
+def lora(targets: list[str], **settings: Any) -> Any:
+    """A tiny Llama with LoRA whose adapters are not zero."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings)
+    model = peft.get_peft_model(tiny("Llama"), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["lm_head"], ["q_proj", "lm_head"]])
+def test_loss_with_lora_gives_the_adapters_the_gradients_of_the_plain_forward(targets: list[str]) -> None:
+    tokens = batch()
+    sequences = SequenceBatch(tokens.cu_seqlens, torch.tensor([-3.5, -3.4]), torch.tensor([1.0, -0.5]))
+    config = HACPOConfig.gspo(epsilon_low=0.99, epsilon_high=99.0)
+    plain = lora(targets)
+    expected = reference_hacpo_loss(own_logits(plain, tokens), tokens.target_ids, sequences, config)
+    expected.loss.backward()
+    model = lora(targets)
+    model.load_state_dict(plain.state_dict())
+    out = Policy(model, 1.0).loss(tokens, sequences, config, update_index=0, num_sequences=2, num_self_sequences=2)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.double(), expected.loss)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None) == ("lora" not in name), name
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("settings", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+def test_apply_fused_head_lora_on_the_head_that_no_weight_equals_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="LoRA on the head must be plain"):
+        apply_fused_head(lora(["lm_head"], **settings))
 
 
 def test_apply_fused_head_model_without_a_head_raises() -> None:
