@@ -47,16 +47,17 @@ def apply_fused_head(model: Any) -> HeadTransform:
     with the hidden states (N, H) at `rows` ((N,) indices into the flattened (B * T) positions). What it returns is
     returned. A refused model is left as it was. Call it before the model is sharded or compiled.
 
-    A peft model works too. Where LoRA adapts the head itself, `weight` is what is applied, W + scaling * B A, made inside
-    the call (one (V, H) tensor), so that the adapters get their gradients.
+    A peft model works too. Where LoRA adapts the head itself, `weight` is what is applied, W + scaling * B A, made
+    inside the call (one (V, H) tensor), so that the adapters get their gradients.
 
     Returns:
         The scale and softcap that the model applies to its logits, checked against the model's own forward.
 
     Raises:
         TypeError: the model has no output embeddings, or they are neither an `nn.Linear` nor one with plain LoRA.
-        ValueError: the head's LoRA has dropout or is a variant such as DoRA; the model's logits are not scale and softcap of the head's product, so that the loss would belong to another
-            distribution; or a fused head is there already.
+        ValueError: the head's LoRA has dropout or is a variant such as DoRA; the model's logits are not scale and
+            softcap of the head's product, so that the loss would belong to another distribution; or a fused head is
+            there already.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -99,16 +100,17 @@ def _weight_reader(head: Any) -> Callable[[], Tensor]:
     adapters = getattr(head, "lora_A", None)
     if not hasattr(head, "base_layer") or not adapters or type(head.base_layer) is not torch.nn.Linear:
         raise TypeError(
-            f"apply_fused_head: the head must be an nn.Linear, or one with LoRA, got {type(head).__name__}: the weight of "
-            "what it wraps is not the weight that is applied. Merge the adapter, or leave the head out of it."
+            f"apply_fused_head: the head must be an nn.Linear, or one with LoRA, got {type(head).__name__}: the "
+            "weight of what it wraps is not the weight that is applied. Merge the adapter, or leave the head out of it."
         )
     variants = [name for name in adapters if getattr(head, "lora_variant", {}).get(name) is not None]
     biased = [name for name in adapters if head.lora_bias.get(name)] if hasattr(head, "lora_bias") else []
     dropout = [name for name in adapters if not isinstance(head.lora_dropout[name], torch.nn.Identity)]
     if variants or biased or dropout:
         raise ValueError(
-            f"apply_fused_head: LoRA on the head must be plain, got adapters with dropout {dropout}, with a bias {biased}, "
-            f"of a variant such as DoRA {variants}: no single weight does the same. Leave lm_head out of the adapter."
+            f"apply_fused_head: LoRA on the head must be plain, got adapters with dropout {dropout}, with a bias "
+            f"{biased}, of a variant such as DoRA {variants}: no single weight does the same. Leave lm_head out of the "
+            "adapter."
         )
 
     def effective_weight() -> Tensor:
