@@ -82,8 +82,8 @@ def _logit_variant(
         "BLOCK_V": (triton_ops.bwd_block if backward else triton_ops.fwd_block)(ELEMENT_SIZES[dtype]),
     }  # fmt: skip
     signature = {
-        "logits_ptr": f"*{dtype}", "grad_logits_ptr": f"*{grad_dtype or dtype}", "target_ids_ptr": "*i64", "mask_ptr": "*i1",
-        "logprobs_ptr": "*fp32", "stats_ptr": "*fp32", "entropies_ptr": "*fp32", "grad_logprobs_ptr": "*fp32",
+        "logits_ptr": f"*{dtype}", "grad_logits_ptr": f"*{grad_dtype or dtype}", "target_ids_ptr": "*i64",
+        "mask_ptr": "*i1", "logprobs_ptr": "*fp32", "stats_ptr": "*fp32", "entropies_ptr": "*fp32", "grad_logprobs_ptr": "*fp32",
         "grad_entropies_ptr": "*fp32", "scale": "fp32", "softcap": "fp32", "temperature": "fp32",
     }  # fmt: skip
     for name in ("N", "T", "V", "stride_b", "stride_t", "grad_stride_b", "grad_stride_t"):

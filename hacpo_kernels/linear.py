@@ -6,6 +6,10 @@ logits once, log-probabilities, ratio, c; then the logits become the unscaled on
 products of the gradient follow at once, c folded into rows of hidden states. That is three products of the size
 2 N V H, against the four of an implementation that recomputes the logits in its backward pass, and none at all for
 sequences with advantage 0, one for those that turn out clipped.
+
+The functions are not registered as `torch.library` custom ops: which rows are live decides the shapes of products while
+they run, and gradients are computed together with the loss, so a compiler has nothing to trace or fuse. In a compiled
+model they are one graph break.
 """
 
 from __future__ import annotations
