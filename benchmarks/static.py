@@ -83,8 +83,9 @@ def _logit_variant(
     }  # fmt: skip
     signature = {
         "logits_ptr": f"*{dtype}", "grad_logits_ptr": f"*{grad_dtype or dtype}", "target_ids_ptr": "*i64",
-        "mask_ptr": "*i1", "logprobs_ptr": "*fp32", "stats_ptr": "*fp32", "entropies_ptr": "*fp32", "grad_logprobs_ptr": "*fp32",
-        "grad_entropies_ptr": "*fp32", "scale": "fp32", "softcap": "fp32", "temperature": "fp32",
+        "mask_ptr": "*i1", "logprobs_ptr": "*fp32", "stats_ptr": "*fp32", "entropies_ptr": "*fp32",
+        "grad_logprobs_ptr": "*fp32", "grad_entropies_ptr": "*fp32", "scale": "fp32", "softcap": "fp32",
+        "temperature": "fp32",
     }  # fmt: skip
     for name in ("N", "T", "V", "stride_b", "stride_t", "grad_stride_b", "grad_stride_t"):
         signature[name] = "i32"

@@ -10,6 +10,9 @@ sequences with advantage 0, one for those that turn out clipped.
 The functions are not registered as `torch.library` custom ops: which rows are live decides the shapes of products while
 they run, and gradients are computed together with the loss, so a compiler has nothing to trace or fuse. In a compiled
 model they are one graph break.
+
+With `vocab_parallel_group` each rank holds some rows of the vocabulary: maxima, sums and target logits are combined as
+(n,) numbers, logits never leave their rank.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +37,7 @@ from .checks import (
     check_target_ids,
     check_tensor,
 )
-from .head import Head
+from .head import Head, VocabularyShard
 from .logprob import IGNORED_ID, check_transform
 from .loss import check_sequences
 from .objective import normalizers, reduce_loss, reduce_metrics
@@ -42,6 +45,9 @@ from .ownership import graph_is_kept
 from .padded import padded_sequences
 from .plan import TARGET_ROWS, Group, plan_groups, rows_within
 from .types import HACPOConfig, LossOutput, SequenceBatch, check_update_index
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 DEFAULT_BUDGET = 1 << 30
 
@@ -137,6 +143,10 @@ def _check_head(
     return hidden, weight, targets, bias
 
 
+def _shard(group: ProcessGroup | None, weight: Tensor) -> VocabularyShard | None:
+    return None if group is None else VocabularyShard(group, weight.shape[0], weight.device)
+
+
 def _select(sequences: SequenceBatch, chosen: Tensor, rows: Tensor, lengths: Tensor) -> SequenceBatch:
     """Some sequences with their counted rows alone; values were checked with the whole batch."""
     boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -217,6 +227,7 @@ def linear_hacpo_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     backend: str | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
 ) -> LossOutput:
     """The HACPO loss from hidden states and the lm_head weight, without (N, V) logits (Eq. 11-14).
 
@@ -236,6 +247,10 @@ def linear_hacpo_loss(
         bias: (V,) or None.
         memory_budget: bytes for logits at any moment, besides the gradients. Sequences go through the head together as
             far as it allows; the part of a longer one that does not fit is computed twice, if the sequence is live.
+        vocab_parallel_group: lm_head_weight and bias are this rank's contiguous rows of the vocabulary, in rank order
+            (their number may differ); all other arguments, and which inputs require a gradient, are equal on all ranks
+            of the group. The gradient of the hidden states is summed over the group, those of weight and bias are of
+            this rank's rows. Log-probabilities, liveness and loss are the same on every rank.
         The rest: see `hacpo_loss`.
 
     Returns:
@@ -253,12 +268,13 @@ def linear_hacpo_loss(
     transform = check_transform(where, temperature, logit_scale, softcap, (sequences.num_sequences,))
     mask = None if sequences.loss_mask is None else sequences.loss_mask != 0
     targets = targets.reshape(-1)
-    check_target_ids(where, targets, weight.shape[0], mask)
+    shard = _shard(vocab_parallel_group, weight)
+    check_target_ids(where, targets, weight.shape[0] if shard is None else shard.total, mask)
     ops = get_backend(where, backend, hidden.device)
 
     flat = hidden.reshape(-1, hidden.shape[-1])
     wanted = [tensor is not None and tensor.requires_grad for tensor in (flat, weight, bias)]
-    head = Head(flat, weight, bias)
+    head = Head(flat, weight, bias, shard)
     if isinstance(transform.temperature, Tensor):
         spread = transform.temperature.detach().to(head.dtype)[sequences.sequence_of_row(rows)]
         transform = replace(transform, temperature=spread)
@@ -313,7 +329,7 @@ def _run_groups(where: str, work: _Work, memory_budget: int, mask: Tensor | None
     lengths, flags = torch.stack([counts, needed.long()]).tolist()
     per_logit = work.head.dtype.itemsize + (work.head.operand_dtype.itemsize if work.head.low else 0)
     try:
-        rows_fit = rows_within(memory_budget, work.head.weight.shape[0], per_logit)
+        rows_fit = rows_within(memory_budget, work.head.planned_columns, per_logit)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     counted = torch.arange(work.targets.numel(), device=device) if mask is None else mask.nonzero().squeeze(-1)
@@ -359,10 +375,11 @@ class LinearLogprobFunction(torch.autograd.Function):
         stats = torch.zeros(2, rows, dtype=head.dtype, device=hidden.device)
         entropies = torch.zeros_like(logprobs) if params.entropy else None
         for tile in mask.nonzero().squeeze(-1).split(params.tile_rows):
-            logits = head.logits(head.rows(tile))
-            scored = params.ops.logprob_fwd(
-                logits, target_ids[tile], None, params.transform.of_rows(tile), params.entropy
-            )
+            logits, ids = head.logits(head.rows(tile)), target_ids[tile]
+            columns = ids if head.shard is None else head.shard.local(ids)
+            scored = params.ops.logprob_fwd(logits, columns, None, params.transform.of_rows(tile), params.entropy)
+            if head.shard is not None:
+                scored = head.shard.combine(ids, *scored)
             logprobs[tile], stats[:, tile] = scored[0], scored[1]
             if entropies is not None:
                 entropies[tile] = scored[2]
@@ -387,6 +404,9 @@ class LinearLogprobFunction(torch.autograd.Function):
         for grad in grads:
             if grad is not None:
                 live |= mask & (grad != 0)
+        shard = params.head.shard
+        if shard is not None:  # one list of rows, and of collectives, for all ranks
+            live = shard.max(live.int()).bool()
         for tile in live.nonzero().squeeze(-1).split(params.tile_rows):
             logits = params.head.logits(params.head.rows(tile))
             coefficients = torch.ones(tile.numel(), dtype=params.head.dtype, device=tile.device)
@@ -395,11 +415,15 @@ class LinearLogprobFunction(torch.autograd.Function):
                 # scaling the (n, H) side instead of the (n, V) one keeps small gradients out of low precision
                 coefficients = grad_logprobs[tile].to(params.head.dtype)
                 own = torch.ones_like(grad_logprobs)
+            ids, transform = target_ids[tile], params.transform.of_rows(tile)
+            first = None if shard is None else logits[:, :1].clone()
             params.ops.logprob_bwd(
-                logits, target_ids[tile], None, params.transform.of_rows(tile), stats[:, tile].contiguous(),
+                logits, ids if shard is None else shard.local(ids), None, transform, stats[:, tile].contiguous(),
                 None if entropies is None else entropies[tile], None if own is None else own[tile],
                 None if surprise is None else surprise[tile], logits,
             )  # fmt: skip
+            if shard is not None and first is not None and own is not None:
+                shard.remove_foreign(logits, first, ids, own[tile], transform)
             gradients.add(params.head, tile, logits.to(params.head.operand_dtype), coefficients)
         return gradients.hidden, gradients.cast("weight"), gradients.cast("bias"), None, None, None
 
@@ -417,6 +441,7 @@ def linear_token_logprobs(
     softcap: float | None = None,
     entropy: bool = False,
     backend: str | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of each target from hidden states and the lm_head weight, without (N, V) logits.
 
@@ -433,6 +458,7 @@ def linear_token_logprobs(
         target_ids: (N,) or (B, T), integer; -100 marks a row to ignore: 0, without a gradient, and not multiplied.
         memory_budget: bytes for logits at any moment, besides the gradients.
         temperature: > 0, a number or one per row of the first dimension. The rest: see `token_logprobs`.
+        vocab_parallel_group: as in `linear_hacpo_loss`; incoming gradients are equal on all ranks too.
 
     Returns:
         float32 (float64 where an operand is) of the shape of `target_ids`; with `entropy` a tuple with the entropies.
@@ -444,16 +470,17 @@ def linear_token_logprobs(
     hidden, weight, targets, bias = _check_head(where, hidden_states, lm_head_weight, target_ids, bias)
     transform = check_transform(where, temperature, logit_scale, softcap, tuple(hidden.shape[:1]))
     counts = targets != IGNORED_ID
-    check_target_ids(where, targets, weight.shape[0], counts)
+    shard = _shard(vocab_parallel_group, weight)
+    check_target_ids(where, targets, weight.shape[0] if shard is None else shard.total, counts)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    head = Head(flat, weight, bias)
+    head = Head(flat, weight, bias, shard)
     if isinstance(transform.temperature, Tensor):
         per_row = targets.numel() // max(transform.temperature.numel(), 1)
         spread = transform.temperature.detach().to(head.dtype).repeat_interleave(per_row)
         transform = replace(transform, temperature=spread)
     per_logit = head.dtype.itemsize + (head.operand_dtype.itemsize if head.low else 0)
     try:
-        tile_rows = min(rows_within(memory_budget, weight.shape[0], per_logit), TARGET_ROWS)
+        tile_rows = min(rows_within(memory_budget, head.planned_columns, per_logit), TARGET_ROWS)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     params = LinearLogprobParams(get_backend(where, backend, hidden.device), head, transform, entropy, tile_rows)

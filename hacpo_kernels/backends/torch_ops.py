@@ -153,9 +153,14 @@ def score_head(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log-probabilities (n,), buffer (n, V), statistics or None) of some rows of the head.
 
-    The buffer is what `head_gradient` starts from: the probabilities, or with a softcap the raw logits.
+    The buffer is what `head_gradient` starts from: the probabilities, or with a softcap or a shard the raw logits.
     """
     hidden = head.rows(rows)
+    if head.shard is not None:
+        logits = head.logits(hidden)
+        local = logprob_fwd(logits, head.shard.local(target_ids), None, transform, entropy=False)
+        logprobs, stats, _ = head.shard.combine(target_ids, local[0], local[1])
+        return logprobs, logits, stats
     if transform.softcap is not None:
         logits = head.logits(hidden)
         logprobs, stats, _ = logprob_fwd(logits, target_ids, None, transform, entropy=False)
@@ -197,7 +202,12 @@ def head_gradient(
     if stats is not None:
         ones = torch.ones(live.numel(), dtype=head.dtype, device=buffer.device)
         chosen = transform.of_rows(live)
-        logprob_bwd(gradients, ids, None, chosen, stats[:, live], None, ones, None, gradients)
+        columns, first = ids, None
+        if head.shard is not None:
+            columns, first = head.shard.local(ids), gradients[:, :1].clone()
+        logprob_bwd(gradients, columns, None, chosen, stats[:, live], None, ones, None, gradients)
+        if head.shard is not None and first is not None:
+            head.shard.remove_foreign(gradients, first, ids, 1.0, chosen)
         return gradients.to(head.operand_dtype), 1.0
     minus_one = torch.full((live.numel(), 1), -1.0, dtype=head.dtype, device=buffer.device)
     gradients.scatter_add_(-1, ids.unsqueeze(-1), minus_one)

@@ -188,7 +188,10 @@ def score_head(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log-probabilities (n,), raw logits (n, V), statistics (2, n)); see `torch_ops.score_head`."""
     logits = head.logits(head.rows(rows))
-    logprobs, stats, _ = logprob_fwd(logits, target_ids, None, transform, entropy=False)
+    columns = target_ids if head.shard is None else head.shard.local(target_ids)
+    logprobs, stats, _ = logprob_fwd(logits, columns, None, transform, entropy=False)
+    if head.shard is not None:
+        logprobs, stats, _ = head.shard.combine(target_ids, logprobs, stats)
     return logprobs, logits, stats
 
 
@@ -208,4 +211,7 @@ def head_gradient(
         out = torch.empty(logits.shape, dtype=head.operand_dtype, device=logits.device)
     ones = torch.ones(live.numel(), dtype=stats.dtype, device=logits.device)
     chosen = stats[:, live].contiguous()
-    return logprob_bwd(logits, target_ids[live], None, transform.of_rows(live), chosen, None, ones, None, out), 1.0
+    ids = target_ids[live]
+    if head.shard is not None:
+        ids = ids.long() - head.shard.start  # a target of another rank matches no column
+    return logprob_bwd(logits, ids, None, transform.of_rows(live), chosen, None, ones, None, out), 1.0

@@ -75,10 +75,11 @@ def test_aligned_gradients_are_written_16_bytes_at_a_time_and_no_less(rows: list
     assert failing(same, lambda r: r["store_bits"] != [128, 128]) == []
 
 
-def test_gradients_in_half_the_width_of_the_logits_are_written_at_least_8_bytes_at_a_time(rows: list[Row]) -> None:
+def test_gradients_in_half_the_width_of_the_logits_are_written_in_whole_lanes(rows: list[Row]) -> None:
+    # four float32 in, four bfloat16 out: gfx942 stores the 8 bytes of a lane, the others exchange lanes to store 16
     narrowed = [r for r in of_logits(rows) if "->" in r["variant"]]
     assert narrowed
-    assert failing(narrowed, lambda r: min(r["store_bits"]) < 64) == []
+    assert failing(narrowed, lambda r: r["store_bits"] != ([64] * 2 if r["target"] == "gfx942" else [128] * 2)) == []
 
 
 def test_rows_of_an_odd_vocabulary_are_still_read_16_bytes_at_a_time(rows: list[Row]) -> None:

@@ -22,12 +22,14 @@ WIDE = HACPOConfig.gspo(epsilon_low=0.9, epsilon_high=9.0)  # nothing is clipped
 SEQUENCES, LENGTH, VOCAB, HIDDEN = 8, 16, 257, 64
 
 
-def inputs(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, SequenceBatch]:
+def inputs(
+    seed: int, dtype: torch.dtype, vocab: int = VOCAB, hidden_size: int = HIDDEN
+) -> tuple[Tensor, Tensor, Tensor, SequenceBatch]:
     generator = torch.Generator().manual_seed(seed)
     rows = SEQUENCES * LENGTH
-    hidden = torch.randn(rows, HIDDEN, generator=generator).to(dtype)
-    weight = (torch.randn(VOCAB, HIDDEN, generator=generator) * 0.3).to(dtype)
-    targets = torch.randint(0, VOCAB, (rows,), generator=generator)
+    hidden = torch.randn(rows, hidden_size, generator=generator).to(dtype)
+    weight = (torch.randn(vocab, hidden_size, generator=generator) * 0.3).to(dtype)
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
     means = linear_token_logprobs(hidden, weight, targets)
     assert isinstance(means, Tensor)
     sequences = SequenceBatch(
@@ -48,9 +50,12 @@ def relative_errors(ours: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("seed", range(4))
-def test_linear_hacpo_loss_low_precision_gradient_is_no_worse_than_eager(dtype: torch.dtype, seed: int) -> None:
-    hidden, weight, targets, sequences = inputs(seed, dtype)
+@pytest.mark.parametrize(("vocab", "hidden_size"), [(VOCAB, HIDDEN), (1025, 32), (33, 256)])
+@pytest.mark.parametrize("seed", range(3))
+def test_linear_hacpo_loss_low_precision_gradient_is_no_worse_than_eager(
+    dtype: torch.dtype, seed: int, vocab: int, hidden_size: int
+) -> None:
+    hidden, weight, targets, sequences = inputs(seed, dtype, vocab, hidden_size)
 
     def eager(hidden: Tensor, weight: Tensor) -> Tensor:
         logprobs = (hidden @ weight.T).float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
