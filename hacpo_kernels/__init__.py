@@ -1,7 +1,8 @@
 """Fused kernels from logits, or from hidden states and the lm_head weight, to the HACPO loss and its gradient.
 
-HACPO (arXiv 2603.02604) lets agents learn from each other's scored responses. This package knows tensors only: no
-tokenizer, model, trainer or process group. It imports without a GPU and without Triton.
+HACPO (arXiv 2603.02604) lets agents learn from each other's scored responses. This package knows tensors: no tokenizer,
+model or trainer, and of process groups only the one over which a head's vocabulary may be split. It imports without a
+GPU and without Triton.
 """
 
 from .linear import LinearHACPOLoss, linear_hacpo_loss, linear_token_logprobs

@@ -7,7 +7,7 @@ float64) always, and so is the sum of weight gradients over groups of rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -78,17 +78,6 @@ class VocabularyShard:
         known = (target_ids >= 0) & (target_ids < self.total)
         logprobs = torch.where(known, target - log_total, float("nan"))
         return logprobs, torch.stack([peak, log_total]), log_total - mean[0] / total if mean else None
-
-    def remove_foreign(
-        self, gradients: Tensor, first: Tensor, target_ids: Tensor, scale: Tensor | float, transform: Any
-    ) -> None:
-        """Takes back what a target of another rank, standing at column 0 as `local` says, added to d logits (n, V).
-
-        `first`: (n, 1) raw logits of column 0. `scale`: (n,) or a number, the gradient of the log-probabilities.
-        """
-        _, slope = transform.apply_with_slope(first, slice(None))
-        added = torch.ones_like(first) * slope
-        gradients[:, 0] -= torch.where(self.owns(target_ids), 0.0, added.squeeze(-1) * scale)
 
 
 class Head:

@@ -416,14 +416,12 @@ class LinearLogprobFunction(torch.autograd.Function):
                 coefficients = grad_logprobs[tile].to(params.head.dtype)
                 own = torch.ones_like(grad_logprobs)
             ids, transform = target_ids[tile], params.transform.of_rows(tile)
-            first = None if shard is None else logits[:, :1].clone()
             params.ops.logprob_bwd(
-                logits, ids if shard is None else shard.local(ids), None, transform, stats[:, tile].contiguous(),
+                logits, ids if shard is None else ids.long() - shard.start, None, transform,
+                stats[:, tile].contiguous(),
                 None if entropies is None else entropies[tile], None if own is None else own[tile],
                 None if surprise is None else surprise[tile], logits,
             )  # fmt: skip
-            if shard is not None and first is not None and own is not None:
-                shard.remove_foreign(logits, first, ids, own[tile], transform)
             gradients.add(params.head, tile, logits.to(params.head.operand_dtype), coefficients)
         return gradients.hidden, gradients.cast("weight"), gradients.cast("bias"), None, None, None
 

@@ -134,8 +134,10 @@ def logprob_bwd(
         gradient = torch.zeros_like(values)
         if grad_logprobs is not None:
             gradient = -grad_logprobs[block].unsqueeze(-1) * probabilities
-            ids = target_ids[block].long().clamp(0, vocab_size - 1).unsqueeze(-1)
-            gradient.scatter_add_(-1, ids, grad_logprobs[block].unsqueeze(-1))
+            ids = target_ids[block].long()
+            # an id outside these columns (another rank's, or one that nobody checked) is in none of them
+            own = torch.where((ids >= 0) & (ids < vocab_size), grad_logprobs[block], 0.0)
+            gradient.scatter_add_(-1, ids.clamp(0, vocab_size - 1).unsqueeze(-1), own.unsqueeze(-1))
         if grad_entropies is not None and entropies is not None:
             surprise = torch.where(probabilities > 0, values + entropies[block].unsqueeze(-1), 0.0)
             gradient -= grad_entropies[block].unsqueeze(-1) * probabilities * surprise
@@ -202,12 +204,8 @@ def head_gradient(
     if stats is not None:
         ones = torch.ones(live.numel(), dtype=head.dtype, device=buffer.device)
         chosen = transform.of_rows(live)
-        columns, first = ids, None
-        if head.shard is not None:
-            columns, first = head.shard.local(ids), gradients[:, :1].clone()
+        columns = ids if head.shard is None else ids - head.shard.start
         logprob_bwd(gradients, columns, None, chosen, stats[:, live], None, ones, None, gradients)
-        if head.shard is not None and first is not None:
-            head.shard.remove_foreign(gradients, first, ids, 1.0, chosen)
         return gradients.to(head.operand_dtype), 1.0
     minus_one = torch.full((live.numel(), 1), -1.0, dtype=head.dtype, device=buffer.device)
     gradients.scatter_add_(-1, ids.unsqueeze(-1), minus_one)
