@@ -3,7 +3,7 @@
     python -m benchmarks.head [--tokens 1024] [--vocab 32768] [--hidden 512] [--sequence 128] [--dtype fp32]
 
 Every contestant computes the same thing on the same inputs in one process, in turns, and its gradients are checked
-before it is timed. A peer that is not installed is left out (`pip install -e '.[bench]'`); peers that have no
+before it is timed. A peer that is not installed is left out (trl, liger-kernel, cut-cross-entropy); peers that have no
 sequence-level objective get the per-token log-probabilities from the peer and the objective from this package.
 
 `floor` is the three matrix products that a head needs, alone. Times are the best of several rounds; memory is the peak

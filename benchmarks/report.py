@@ -294,7 +294,7 @@ def render(output: Path) -> str:
         "`ours, 50% dead`: half of the responses have advantage 0, as when every answer to a prompt has the same reward. "
         "The peers do not skip them, so their time does not depend on it. `plain` is this package's loss from logits "
         "behind a matrix product, `eager` PyTorch's log_softmax.",
-        "Reproduce: `pip install -c constraints.txt -e '.[bench]'`, then `python -m benchmarks.report --fresh`. One shape: "
+        "Reproduce: `pip install trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1`, then `python -m benchmarks.report --fresh`. One shape: "
         "`python -m benchmarks.head --tokens 1024 --vocab 32768 --hidden 512`.",
     ]
     for (tokens, vocab, hidden_size), result in anchors:
